@@ -1,0 +1,211 @@
+"""The policy: what is served, where, and within which limits. Immutable and versioned.
+
+`extproc.settings` reads it from YAML and reports shape errors; `Policy.faults` reports what the shape allows but
+what could never work, in sentences for an operator. A running desk swaps one policy for another as one reference.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum, unique
+
+from extproc.core.values import Lane
+
+
+@unique
+class OverContext(StrEnum):
+    """What happens when input + ceiling exceed the model's context."""
+
+    REFUSE = "refuse"  # 413 context_limit
+    CLAMP = "clamp"  # the ceiling shrinks to what is left, written into the body
+
+
+@unique
+class Endpoint(StrEnum):
+    """Request paths whose bodies can be counted."""
+
+    CHAT_COMPLETIONS = "/v1/chat/completions"
+    COMPLETIONS = "/v1/completions"
+
+
+@unique
+class EngineName(StrEnum):
+    """Engine profiles: whose rules turn a body into prompts and ceilings."""
+
+    VLLM = "vllm"
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """One engine process and its budget.
+
+    `gross_tokens` is its load-tested ceiling of reserved tokens; `guard_tokens` of it are never handed out.
+    `release_tokens_per_s` is the prior of the drain rate, measured in the same load test.
+    """
+
+    name: str
+    pool: str
+    address: str
+    gross_tokens: int
+    guard_tokens: int
+    requests_max: int
+    release_tokens_per_s: int
+
+    @property
+    def budget_tokens(self) -> int:
+        """Tokens that reservations may hold together."""
+        return self.gross_tokens - self.guard_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Active health check of each replica of a pool: GET `path`, 200 is ready."""
+
+    path: str
+    interval_ns: int
+    timeout_ns: int
+    failures_max: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """A cluster of replicas that serve the same models."""
+
+    name: str
+    replicas: tuple[Replica, ...]
+    probe: Probe
+
+
+@dataclass(frozen=True, slots=True)
+class LaneLimits:
+    """What a lane of a model accepts, and the pool it runs on.
+
+    Interactive: `input_tokens_max` and `output_tokens_max`. Bulk: `input_tokens_max` and `total_tokens_max`
+    (input + output). A limit that a lane does not use is None.
+    """
+
+    lane: Lane
+    pool: str
+    input_tokens_max: int
+    output_tokens_max: int | None = None
+    total_tokens_max: int | None = None
+    queue_requests_max: int = 0
+
+    @property
+    def total_tokens_max_any(self) -> int:
+        """The largest reserve that the limits allow."""
+        if self.total_tokens_max is not None:
+            return self.total_tokens_max
+        return self.input_tokens_max + (self.output_tokens_max or 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """One served model: how it is counted and which lanes it has.
+
+    `default_ceiling_tokens` is the output ceiling of a request that states none; None means all the context that
+    its prompt leaves.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    tokenizer_dir: str
+    engine: EngineName
+    context_tokens_max: int
+    over_context: OverContext
+    default_ceiling_tokens: int | None
+    interactive: LaneLimits | None
+    bulk: LaneLimits | None
+
+    @property
+    def lanes(self) -> tuple[LaneLimits, ...]:
+        """The lanes that this model has, interactive first."""
+        return tuple(limits for limits in (self.interactive, self.bulk) if limits is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class BypassRule:
+    """A request that carries no tokens and may pass: exact method and path, to one pool."""
+
+    method: str
+    path: str
+    pool: str
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds on what clients control, and on how long things may take."""
+
+    body_bytes_max: int
+    intake_bytes_max: int
+    streams_max: int
+    response_ns_max: int
+    upstream_retries_max: int
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Everything a verdict depends on besides the ledger."""
+
+    version: str
+    limits: Limits
+    pools: Mapping[str, Pool]
+    models: Mapping[str, Model]
+    endpoints: frozenset[Endpoint]
+    bypass: tuple[BypassRule, ...]
+    default_model: str | None
+
+    def replicas(self) -> Iterator[Replica]:
+        """All replicas of all pools."""
+        for pool in self.pools.values():
+            yield from pool.replicas
+
+    def model(self, name: str) -> Model | None:
+        """The model served under `name` or an alias of it."""
+        found = self.models.get(name)
+        if found is not None:
+            return found
+        for model in self.models.values():
+            if name in model.aliases:
+                return model
+        return None
+
+    def faults(self) -> list[str]:
+        """What the shape allows but what could never work, one sentence each."""
+        found = [*self._name_faults(), *self._lane_faults()]
+        found += [
+            f"bypass {rule.method} {rule.path}: there is no pool {rule.pool}, so it would be answered 503"
+            for rule in self.bypass
+            if rule.pool not in self.pools
+        ]
+        if self.default_model is not None and self.model(self.default_model) is None:
+            found.append(f"default_model {self.default_model} is not a model, so a request without one could not run")
+        return found
+
+    def _name_faults(self) -> Iterator[str]:
+        names = Counter(name for model in self.models.values() for name in (model.name, *model.aliases))
+        for name in (name for name, count in names.items() if count > 1):
+            yield f"model name {name} is used twice, so a request for it would have two budgets"
+        for title, values in (
+            ("replica name", [replica.name for replica in self.replicas()]),
+            ("replica address", [replica.address for replica in self.replicas()]),
+        ):
+            for value in (value for value, count in Counter(values).items() if count > 1):
+                yield f"{title} {value} is used twice, so one engine would be given two budgets"
+
+    def _lane_faults(self) -> Iterator[str]:
+        for model in self.models.values():
+            for limits in model.lanes:
+                where = f"model {model.name}, lane {limits.lane}"
+                pool = self.pools.get(limits.pool)
+                if pool is None:
+                    yield f"{where}: there is no pool {limits.pool}"
+                    continue
+                budget = max(replica.budget_tokens for replica in pool.replicas)
+                if limits.total_tokens_max_any > budget:
+                    yield (
+                        f"{where}: a request of {limits.total_tokens_max_any} tokens is within the limits but no "
+                        f"replica of pool {pool.name} can ever hold more than {budget}"
+                    )

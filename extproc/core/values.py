@@ -1,0 +1,146 @@
+"""The words of the core: lanes, reasons, demands, reservations and verdicts. All are frozen.
+
+Token quantities are integers; `_ns` is nanoseconds of a monotonic clock. An enum here is closed: its members are
+the only values that reach a metric label, a header or an error code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum, unique
+
+
+@unique
+class Lane(StrEnum):
+    """Where a demand belongs. `OVERFLOW` never enters a queue; `BYPASS` carries no tokens at all."""
+
+    INTERACTIVE = "interactive"
+    BULK = "bulk"
+    OVERFLOW = "overflow"
+    BYPASS = "bypass"
+
+
+@unique
+class Reason(StrEnum):
+    """Why a request was refused. `core.rejection` maps every member to a status and retry headers."""
+
+    MALFORMED_REQUEST = "malformed_request"
+    UNKNOWN_MODEL = "unknown_model"
+    UNKNOWN_ENDPOINT = "unknown_endpoint"
+    CONTEXT_LIMIT = "context_limit"
+    BODY_TOO_LARGE = "body_too_large"
+    UNSUPPORTED_ENCODING = "unsupported_encoding"
+    QUEUE_FULL = "queue_full"
+    TOKEN_BUDGET_EXHAUSTED = "token_budget_exhausted"  # noqa: S105 (a reason, not a secret)
+    CONCURRENCY_LIMIT = "concurrency_limit"
+    CAPACITY_UNAVAILABLE = "capacity_unavailable"
+    ADMISSION_UNAVAILABLE = "admission_unavailable"
+    DRAINING = "draining"
+    TOKENIZER_UNAVAILABLE = "tokenizer_unavailable"
+    UPSTREAM_TIMEOUT = "upstream_timeout"
+    INTERNAL_ERROR = "internal_error"
+
+
+@unique
+class Ending(StrEnum):
+    """How a reservation ended. Every reservation ends exactly once, with one of these."""
+
+    SETTLED = "settled"  # the response it stands for ended, completely or not
+    RELEASED = "released"  # the admission never reached Envoy, so nothing runs for it
+    EXPIRED = "expired"  # it stood for longer than a response can run
+
+
+type Detail = int | str | bool | None
+
+
+class Fault(Exception):  # noqa: N818 (a value of the domain that travels as an exception)
+    """What is wrong with a request itself: raised by counting, answered by the desk.
+
+    `message` is for the client and never holds prompt text. `param` names the field at fault.
+    """
+
+    def __init__(
+        self,
+        reason: Reason,
+        message: str,
+        *,
+        param: str | None = None,
+        details: Mapping[str, Detail] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.message = message
+        self.param = param
+        self.details: Mapping[str, Detail] = details or {}
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What one request asks of the fleet, in tokens the engine will run.
+
+    `input_tokens` is the sum over the prompts, each counted once however many sequences it starts (engines share
+    the prefix); `output_tokens` is the sum of the run ceilings of all sequences; `max_output_tokens` is the
+    largest ceiling of one sequence. `lowered` is true when the client declared that bulk service is enough.
+    """
+
+    model: str
+    prompts_tokens: tuple[int, ...]
+    max_output_tokens: int
+    output_tokens: int
+    sequences: int
+    lowered: bool = False
+
+    @property
+    def input_tokens(self) -> int:
+        """Input tokens of all prompts."""
+        return sum(self.prompts_tokens)
+
+    @property
+    def reserve_tokens(self) -> int:
+        """What the reservation holds: input and permitted output."""
+        return self.input_tokens + self.output_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Tokens held on one replica for one admitted request."""
+
+    ticket: str
+    replica: str
+    lane: Lane
+    reserve_tokens: int
+    admitted_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """Verdict: the request runs on `reservation.replica`, whose address is `address`, in `pool`."""
+
+    reservation: Reservation
+    pool: str
+    address: str
+    demand: Demand
+
+
+@dataclass(frozen=True, slots=True)
+class Bypass:
+    """Verdict: the request carries no tokens and goes to `pool` without a reservation."""
+
+    pool: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reject:
+    """Verdict: the request is refused; nothing is reserved.
+
+    `retry_ns` is the predicted delay before the same request could be admitted; None where a retry cannot help.
+    """
+
+    reason: Reason
+    message: str
+    param: str | None = None
+    lane: Lane | None = None
+    demand: Demand | None = None
+    details: Mapping[str, Detail] = field(default_factory=dict)
+    retry_ns: int | None = None
