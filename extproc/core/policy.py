@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum, unique
 
 from extproc.core.values import Lane
@@ -156,6 +156,11 @@ class Policy:
     endpoints: frozenset[Endpoint]
     bypass: tuple[BypassRule, ...]
     default_model: str | None
+    _by_name: Mapping[str, Model] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        by_name = {name: model for model in self.models.values() for name in (*model.aliases, model.name)}
+        object.__setattr__(self, "_by_name", by_name)
 
     def replicas(self) -> Iterator[Replica]:
         """All replicas of all pools."""
@@ -164,13 +169,7 @@ class Policy:
 
     def model(self, name: str) -> Model | None:
         """The model served under `name` or an alias of it."""
-        found = self.models.get(name)
-        if found is not None:
-            return found
-        for model in self.models.values():
-            if name in model.aliases:
-                return model
-        return None
+        return self._by_name.get(name)
 
     def faults(self) -> list[str]:
         """What the shape allows but what could never work, one sentence each."""

@@ -51,7 +51,7 @@ class Ending(StrEnum):
     EXPIRED = "expired"  # it stood for longer than a response can run
 
 
-type Detail = int | str | bool | None
+Detail = int | str | bool | None
 
 
 class Fault(Exception):  # noqa: N818 (a value of the domain that travels as an exception)
