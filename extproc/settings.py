@@ -153,6 +153,9 @@ class LimitsSection(_Section):
     body_bytes_max: PositiveInt = Field(4 * 2**20, le=256 * 2**20, description="largest request body")
     intake_bytes_max: PositiveInt = Field(64 * 2**20, description="bodies being counted at one time, in bytes together")
     streams_max: PositiveInt = Field(20_000, description="concurrent requests, admitted or being decided")
+    decision_s_max: Seconds = Field(
+        Decimal(30), description="longest time from a request's arrival at Envoy to the verdict; Envoy gives up then"
+    )
     response_s_max: Seconds = Field(Decimal(600), description="longest response; Envoy ends it then")
     upstream_retries_max: int = Field(
         1, ge=0, le=5, description="retries of Envoy on the reserved replica when it could not be reached"
@@ -199,6 +202,7 @@ def freeze(section: PolicySection, base: Path) -> core.Policy:
             body_bytes_max=limits.body_bytes_max,
             intake_bytes_max=limits.intake_bytes_max,
             streams_max=limits.streams_max,
+            decision_ns_max=_ns(limits.decision_s_max),
             response_ns_max=_ns(limits.response_s_max),
             upstream_retries_max=limits.upstream_retries_max,
         ),

@@ -141,6 +141,7 @@ class Limits:
     body_bytes_max: int
     intake_bytes_max: int
     streams_max: int
+    decision_ns_max: int
     response_ns_max: int
     upstream_retries_max: int
 
