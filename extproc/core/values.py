@@ -76,6 +76,25 @@ class Fault(Exception):  # noqa: N818 (a value of the domain that travels as an 
 
 
 @dataclass(frozen=True, slots=True)
+class RequestHead:
+    """The request line and the headers that a verdict may depend on, as Envoy forwards them.
+
+    `path` may carry a query; it is None for CONNECT. `content_length_bytes` is None when the client sent none or
+    something that is not a number. `lowered` is true when a header declares that bulk service is enough.
+    """
+
+    method: str
+    path: str | None
+    end_of_stream: bool
+    request_id: str = ""
+    content_type: str = ""
+    content_encoding: str = ""
+    content_length_bytes: int | None = None
+    upgrade: bool = False
+    lowered: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Demand:
     """What one request asks of the fleet, in tokens the engine will run.
 
@@ -134,7 +153,8 @@ class Bypass:
 class Reject:
     """Verdict: the request is refused; nothing is reserved.
 
-    `retry_ns` is the predicted delay before the same request could be admitted; None where a retry cannot help.
+    `lane` and `demand` are None as long as they are not known. `retry_ns` is the predicted delay before the same
+    request could be admitted; it matters only for reasons whose rule sends Retry-After.
     """
 
     reason: Reason
@@ -143,4 +163,4 @@ class Reject:
     lane: Lane | None = None
     demand: Demand | None = None
     details: Mapping[str, Detail] = field(default_factory=dict)
-    retry_ns: int | None = None
+    retry_ns: int = 0
