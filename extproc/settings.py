@@ -236,7 +236,6 @@ def _pool(name: str, section: PoolSection) -> core.Pool:
 
 
 def _model(name: str, section: ModelSection, base: Path) -> core.Model:
-    interactive, bulk = section.lanes.interactive, section.lanes.bulk
     return core.Model(
         name=name,
         aliases=tuple(section.aliases),
@@ -245,22 +244,28 @@ def _model(name: str, section: ModelSection, base: Path) -> core.Model:
         context_tokens_max=section.context_tokens_max,
         over_context=section.total_over_context,
         default_ceiling_tokens=None if section.default_ceiling == "context" else section.default_ceiling,
-        interactive=interactive
-        and core.LaneLimits(
-            Lane.INTERACTIVE,
-            interactive.pool,
-            input_tokens_max=interactive.input_tokens_max,
-            output_tokens_max=interactive.output_tokens_max,
-            queue_requests_max=interactive.queue_requests_max,
-        ),
-        bulk=bulk
-        and core.LaneLimits(
-            Lane.BULK,
-            bulk.pool,
-            input_tokens_max=bulk.input_tokens_max,
-            total_tokens_max=bulk.total_tokens_max,
-            queue_requests_max=bulk.queue_requests_max,
-        ),
+        interactive=None if section.lanes.interactive is None else _interactive(section.lanes.interactive),
+        bulk=None if section.lanes.bulk is None else _bulk(section.lanes.bulk),
+    )
+
+
+def _interactive(section: InteractiveSection) -> core.LaneLimits:
+    return core.LaneLimits(
+        Lane.INTERACTIVE,
+        section.pool,
+        input_tokens_max=section.input_tokens_max,
+        output_tokens_max=section.output_tokens_max,
+        queue_requests_max=section.queue_requests_max,
+    )
+
+
+def _bulk(section: BulkSection) -> core.LaneLimits:
+    return core.LaneLimits(
+        Lane.BULK,
+        section.pool,
+        input_tokens_max=section.input_tokens_max,
+        total_tokens_max=section.total_tokens_max,
+        queue_requests_max=section.queue_requests_max,
     )
 
 

@@ -124,6 +124,10 @@ class Model:
         """The lanes that this model has, interactive first."""
         return tuple(limits for limits in (self.interactive, self.bulk) if limits is not None)
 
+    def lane(self, lane: Lane) -> LaneLimits | None:
+        """The limits of one lane; None when the model does not have it."""
+        return {Lane.INTERACTIVE: self.interactive, Lane.BULK: self.bulk}.get(lane)
+
 
 @dataclass(frozen=True, slots=True)
 class BypassRule:

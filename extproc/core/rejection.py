@@ -62,6 +62,11 @@ STATUS: Mapping[Reason, int] = MappingProxyType({reason: rule.status for reason,
 LANE_UNKNOWN = "none"
 """x-llm-lane of a refusal that came before the lane was known."""
 
+COUNT_HEADERS: Mapping[str, str] = MappingProxyType(
+    {"input_tokens": "x-llm-input-tokens", "max_output_tokens": "x-llm-max-output-tokens"}
+)
+"""Details that are also sent as headers, where they are known."""
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -84,9 +89,7 @@ def answer(reject: Reject, *, policy_version: str, request_id: str, jitter_ppm: 
         ("x-llm-reserved-tokens", "0"),
         ("x-llm-queue-ms", "0"),
     ]
-    if reject.demand is not None:
-        headers.append(("x-llm-input-tokens", str(reject.demand.input_tokens)))
-        headers.append(("x-llm-max-output-tokens", str(reject.demand.max_output_tokens)))
+    headers += [(header, str(details[key])) for key, header in COUNT_HEADERS.items() if key in details]
     if rule.retry is Retry.NEVER:
         headers.append(("x-should-retry", "false"))
     elif rule.retry is Retry.AFTER:

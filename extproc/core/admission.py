@@ -1,0 +1,242 @@
+"""The desk: the only place where a verdict is made.
+
+Three questions, cheapest first. `screen` looks at the request line and headers. `enter` bounds the bytes that are
+being counted at one time. `decide` looks at the counted demand and the ledger. Each is one synchronous step: the
+check and the change it allows happen without anything in between.
+
+Refusals are found in the order 400/404/415, 413, 503, 429: what is wrong with the request itself comes before the
+state of the fleet, so that a client is never told to retry what can never run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from extproc.core.drain import NS_PER_S, delay_ns
+from extproc.core.lanes import classify
+from extproc.core.ledger import Account, Ledger
+from extproc.core.policy import Endpoint, LaneLimits, Model, Policy
+from extproc.core.values import (
+    Admit,
+    Bypass,
+    Demand,
+    Detail,
+    Ending,
+    Fault,
+    Lane,
+    Reason,
+    Reject,
+    RequestHead,
+    Reservation,
+)
+
+INTAKE_RETRY_NS = NS_PER_S
+"""Retry-After basis when counting is saturated: intake drains in the time of a few tokenizations, under a second."""
+
+EXPIRY_SLACK_NS = 5 * NS_PER_S
+"""How much longer than the longest response a reservation stands: Envoy's timer and ours do not start together."""
+
+OVERFLOW_ADVICE = "summarize or split the input, or use dedicated capacity"
+
+
+class Desk:
+    """Makes verdicts over one policy and one ledger. Not thread-safe: one event loop owns it."""
+
+    def __init__(self, policy: Policy, instance: str) -> None:
+        self.policy = policy
+        self.ledger = Ledger(policy.replicas())
+        self.draining = False
+        self.streams = 0
+        self.intake_bytes = 0
+        self._instance = instance
+        self._tickets = 0
+        self._paths = {endpoint.value: endpoint for endpoint in policy.endpoints}
+        self._bypass = {(rule.method, rule.path): Bypass(rule.pool) for rule in policy.bypass}
+
+    def screen(self, head: RequestHead) -> Endpoint | Bypass | Reject:
+        """Verdict on the request line and headers; an Endpoint means that the body decides."""
+        path = "" if head.path is None else head.path.partition("?")[0]
+        bypass = self._bypass.get((head.method, path))
+        if bypass is not None and not head.upgrade:
+            return bypass if head.end_of_stream else Reject(Reason.MALFORMED_REQUEST, "this request takes no body")
+        endpoint = self._paths.get(path) if head.method == "POST" and not head.upgrade else None
+        if endpoint is None:
+            return Reject(Reason.UNKNOWN_ENDPOINT, "there is no such endpoint here", details=self._endpoints())
+        if head.content_encoding.strip().lower() not in ("", "identity"):
+            return Reject(
+                Reason.UNSUPPORTED_ENCODING, "send the body without content-encoding", param="content-encoding"
+            )
+        if head.content_type.partition(";")[0].strip().lower() != "application/json":
+            return Reject(Reason.UNSUPPORTED_ENCODING, "content-type must be application/json", param="content-type")
+        if head.end_of_stream:
+            return Reject(Reason.MALFORMED_REQUEST, "the request has no body")
+        if head.content_length_bytes is not None and head.content_length_bytes > self.policy.limits.body_bytes_max:
+            return self._too_large(head.content_length_bytes)
+        if self.draining:
+            return Reject(Reason.DRAINING, "this gateway is stopping; try again", retry_ns=NS_PER_S)
+        if self.streams > self.policy.limits.streams_max:
+            return self._queue_full("streams", self.policy.limits.streams_max)
+        return endpoint
+
+    def enter(self, body_bytes: int) -> Reject | None:
+        """Let a body into counting; None lets it in, and `leave` must follow exactly once."""
+        limits = self.policy.limits
+        if body_bytes > limits.body_bytes_max:
+            return self._too_large(body_bytes)
+        # A body over the whole bound is let in alone: the bound limits the sum, the cap limits one.
+        if self.intake_bytes > 0 and self.intake_bytes + body_bytes > limits.intake_bytes_max:
+            return self._queue_full("intake", limits.intake_bytes_max)
+        self.intake_bytes += body_bytes
+        return None
+
+    def leave(self, body_bytes: int) -> None:
+        """A body that entered is counted, refused or gone."""
+        self.intake_bytes -= body_bytes
+
+    def fault(self, fault: Fault) -> Reject:
+        """Verdict on a request that counting found at fault."""
+        overflow = fault.reason is Reason.CONTEXT_LIMIT
+        return Reject(
+            fault.reason,
+            fault.message,
+            param=fault.param,
+            lane=Lane.OVERFLOW if overflow else None,
+            details={**fault.details, "advice": OVERFLOW_ADVICE} if overflow else fault.details,
+            retry_ns=INTAKE_RETRY_NS,
+        )
+
+    def decide(self, demand: Demand, now_ns: int) -> Admit | Reject:
+        """Verdict on a counted demand; an Admit has reserved its tokens."""
+        model = self.policy.models[demand.model]
+        lane = classify(demand, model)
+        limits = model.lane(lane)
+        if limits is None:
+            return _overflow(demand, model)
+        accounts = [self.ledger.accounts[replica.name] for replica in self.policy.pools[limits.pool].replicas]
+        largest = max(account.replica.budget_tokens for account in accounts)
+        if demand.reserve_tokens > largest:
+            return _overflow(demand, model, largest)
+        ready = [account for account in accounts if account.ready]
+        if not ready:
+            return Reject(
+                Reason.CAPACITY_UNAVAILABLE,
+                f"no replica of the {lane} lane is ready",
+                lane=lane,
+                demand=demand,
+                details={"replicas": len(accounts), "replicas_ready": 0},
+                retry_ns=self._recovery_ns(limits),
+            )
+        fitting = [a for a in ready if a.under_cap and demand.reserve_tokens <= a.available_tokens]
+        if not fitting:
+            return _busy(demand, lane, limits, ready)
+        account = min(fitting, key=lambda a: (-a.available_tokens, a.replica.name))
+        reservation = self.ledger.reserve(
+            self._next_ticket(), account.replica.name, lane, demand.reserve_tokens, now_ns
+        )
+        return Admit(reservation, limits.pool, account.replica.address, demand)
+
+    def end(self, ticket: str, ending: Ending) -> Reservation | None:
+        """End the reservation of a stream; None when it had expired before."""
+        return self.ledger.end(ticket, ending) if ticket in self.ledger.open else None
+
+    def expire(self, now_ns: int) -> list[Reservation]:
+        """End the reservations that stand for longer than a response can run."""
+        overdue = list(self.ledger.admitted_before(now_ns - self.policy.limits.response_ns_max - EXPIRY_SLACK_NS))
+        return [self.ledger.end(reservation.ticket, Ending.EXPIRED) for reservation in overdue]
+
+    def set_ready(self, replica: str, *, ready: bool) -> None:
+        """What a probe says of a replica; what runs there goes on."""
+        self.ledger.accounts[replica].ready = ready
+
+    def _next_ticket(self) -> str:
+        self._tickets += 1
+        return f"{self._instance}-{self._tickets}"
+
+    def _recovery_ns(self, limits: LaneLimits) -> int:
+        probe = self.policy.pools[limits.pool].probe
+        return probe.interval_ns + probe.timeout_ns
+
+    def _endpoints(self) -> Mapping[str, Detail]:
+        return {"endpoints": ", ".join(sorted(self._paths))}
+
+    def _too_large(self, body_bytes: int) -> Reject:
+        cap = self.policy.limits.body_bytes_max
+        return Reject(
+            Reason.BODY_TOO_LARGE,
+            f"request body is too large: {body_bytes} bytes > {cap} maximum",
+            details={"body_bytes": body_bytes, "body_bytes_max": cap},
+        )
+
+    def _queue_full(self, queue: str, bound: int) -> Reject:
+        return Reject(
+            Reason.QUEUE_FULL,
+            "too many requests are being counted; try again",
+            details={"queue": queue, "queue_max": bound},
+            retry_ns=INTAKE_RETRY_NS,
+        )
+
+
+def accepted(model: Model) -> dict[str, Detail]:
+    """The accepted maximums of a model's lanes, as details of a refusal."""
+    found: dict[str, Detail] = {"context_tokens_max": model.context_tokens_max}
+    for limits in model.lanes:
+        for name in ("input_tokens_max", "output_tokens_max", "total_tokens_max"):
+            value = getattr(limits, name)
+            if value is not None:
+                found[f"{limits.lane}_{name}"] = value
+    return found
+
+
+def _overflow(demand: Demand, model: Model, replica_tokens_max: int | None = None) -> Reject:
+    """No lane takes it, or no replica can ever hold it."""
+    details = {**accepted(model), "advice": OVERFLOW_ADVICE}
+    tokens, maximum = demand.reserve_tokens, max(limits.total_tokens_max_any for limits in model.lanes)
+    input_tokens_max = max(limits.input_tokens_max for limits in model.lanes)
+    if replica_tokens_max is not None:
+        details["replica_tokens_max"] = maximum = replica_tokens_max
+    elif demand.input_tokens > input_tokens_max:
+        tokens, maximum = demand.input_tokens, input_tokens_max
+    return Reject(
+        Reason.CONTEXT_LIMIT,
+        f"prompt is too long: {tokens} tokens > {maximum} maximum; {OVERFLOW_ADVICE}",
+        lane=Lane.OVERFLOW,
+        demand=demand,
+        details=details,
+    )
+
+
+def _busy(demand: Demand, lane: Lane, limits: LaneLimits, ready: list[Account]) -> Reject:
+    """No replica takes it now: the tokens are short, or only the hard cap on requests is in the way."""
+    need = demand.reserve_tokens
+    capped = [account for account in ready if need <= account.available_tokens]
+    details: dict[str, Detail] = {
+        "available_tokens": max(account.available_tokens for account in ready),
+        "replicas_ready": len(ready),
+    }
+    if capped:
+        details["requests_max"] = max(account.replica.requests_max for account in capped)
+        return Reject(
+            Reason.CONCURRENCY_LIMIT,
+            f"the {lane} lane runs as many requests as it may; try again",
+            lane=lane,
+            demand=demand,
+            details=details,
+            retry_ns=min(_request_delay_ns(account) for account in capped),
+        )
+    details["input_tokens_max"] = limits.input_tokens_max
+    return Reject(
+        Reason.TOKEN_BUDGET_EXHAUSTED,
+        f"the {lane} lane has no room for {need} tokens now; try again",
+        lane=lane,
+        demand=demand,
+        details=details,
+        retry_ns=min(
+            delay_ns(need - account.available_tokens, account.replica.release_tokens_per_s) for account in ready
+        ),
+    )
+
+
+def _request_delay_ns(account: Account) -> int:
+    """Time until one request of average size ends."""
+    mean_tokens = -(-account.active_tokens // max(1, account.active_requests))
+    return delay_ns(mean_tokens, account.replica.release_tokens_per_s)

@@ -1,0 +1,259 @@
+"""The sans-IO machine of one ext_proc stream: events in, one action out.
+
+Rules:
+
+1. Envoy sends the headers, then (for a request with a body) the whole body, then nothing until the HTTP stream ends;
+   each message is answered exactly once.
+2. A reservation is made on `Counted` and by nothing else. It is ended on `Ended` and by nothing else, whatever
+   happened between: the stream lives exactly as long as the HTTP response.
+3. Until the admission is written (`Written`), nothing runs for the reservation, so its end is a release; after
+   that the response ran, and its end is a settlement.
+4. An event that the table does not list raises and changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum, auto, unique
+from types import MappingProxyType
+
+from extproc.core.admission import Desk
+from extproc.core.policy import Endpoint
+from extproc.core.values import Admit, Bypass, Demand, Ending, Fault, Reject, RequestHead
+
+
+@unique
+class State(Enum):
+    """Where a stream stands."""
+
+    HEAD = auto()  # nothing has come yet
+    BODY = auto()  # the head passed, the body decides
+    COUNTING = auto()  # the body is being counted; its bytes are in the intake
+    ADMITTED = auto()  # tokens are reserved, the admission is not written yet
+    RUNNING = auto()  # the admission is written, the response runs
+    PASSED = auto()  # let through without tokens
+    REFUSED = auto()  # answered here
+    ENDED = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class HeadArrived:
+    """Envoy's header message."""
+
+    head: RequestHead
+
+
+@dataclass(frozen=True, slots=True)
+class BodyArrived:
+    """Envoy's body message: the whole body, whatever its end_of_stream says (HTTP/2 trailers may follow)."""
+
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """The body is counted; `body` is what the engine is to get, None when it stays as it is."""
+
+    demand: Demand
+    body: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class Faulted:
+    """The body is at fault, or counting it failed."""
+
+    fault: Fault
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """The last action's reply is handed to the transport."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrailersArrived:
+    """The engine sent trailers; they pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The stream is over, for whatever reason."""
+
+
+Event = HeadArrived | BodyArrived | Counted | Faulted | Written | TrailersArrived | Ended
+
+
+@dataclass(frozen=True, slots=True)
+class Continue:
+    """Reply: go on to the body."""
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """To do: count this body, then come back with Counted or Faulted."""
+
+    endpoint: Endpoint
+    body: bytes
+    lowered: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Reply: route the admitted request to its replica, with `body` in place of the client's unless it is None."""
+
+    admit: Admit
+    body: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """Reply: route the request to a pool without a reservation."""
+
+    bypass: Bypass
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """Reply: answer the client here."""
+
+    reject: Reject
+
+
+@dataclass(frozen=True, slots=True)
+class PassTrailers:
+    """Reply: the trailers stay as they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """Nothing to reply; `ended` names how the reservation of this stream ended, if it had one that was open."""
+
+    ended: Ending | None = None
+
+
+Action = Continue | Count | Route | Pass | Refuse | PassTrailers | Done
+
+TRANSITIONS: Mapping[State, Mapping[type[Event], frozenset[State]]] = MappingProxyType(
+    {
+        State.HEAD: {
+            HeadArrived: frozenset({State.BODY, State.PASSED, State.REFUSED}),
+            Ended: frozenset({State.ENDED}),
+        },
+        State.BODY: {
+            Written: frozenset({State.BODY}),
+            BodyArrived: frozenset({State.COUNTING, State.REFUSED}),
+            Ended: frozenset({State.ENDED}),
+        },
+        State.COUNTING: {
+            Counted: frozenset({State.ADMITTED, State.REFUSED}),
+            Faulted: frozenset({State.REFUSED}),
+            Ended: frozenset({State.ENDED}),
+        },
+        State.ADMITTED: {
+            Written: frozenset({State.RUNNING}),
+            Ended: frozenset({State.ENDED}),
+        },
+        State.RUNNING: {
+            Written: frozenset({State.RUNNING}),
+            TrailersArrived: frozenset({State.RUNNING}),
+            Ended: frozenset({State.ENDED}),
+        },
+        State.PASSED: {
+            Written: frozenset({State.PASSED}),
+            TrailersArrived: frozenset({State.PASSED}),
+            Ended: frozenset({State.ENDED}),
+        },
+        State.REFUSED: {
+            Written: frozenset({State.REFUSED}),
+            Ended: frozenset({State.ENDED}),
+        },
+        State.ENDED: {},
+    }
+)
+
+
+class StreamError(Exception):
+    """An event came that the state does not allow; the stream is unchanged."""
+
+
+class Stream:
+    """One ext_proc stream. `receive` is synchronous: nothing happens between a check and its change."""
+
+    def __init__(self, desk: Desk) -> None:
+        self.state = State.HEAD
+        self.head: RequestHead | None = None
+        self.admit: Admit | None = None
+        self._desk = desk
+        self._endpoint: Endpoint | None = None
+        self._intake_bytes = 0
+        desk.streams += 1
+
+    def receive(self, event: Event, now_ns: int) -> Action:
+        """Take one event and say what to do; StreamError when the table does not allow it here."""
+        allowed = TRANSITIONS[self.state].get(type(event))
+        if allowed is None:
+            raise StreamError(f"{type(event).__name__} is not allowed in {self.state.name}")
+        action, state = self._step(event, now_ns)
+        self.state = state
+        return action
+
+    def _step(self, event: Event, now_ns: int) -> tuple[Action, State]:  # noqa: PLR0911 (one return an event)
+        match event:
+            case HeadArrived(head):
+                return self._head(head)
+            case BodyArrived(body):
+                return self._body(body)
+            case Counted(demand, body):
+                return self._counted(demand, body, now_ns)
+            case Faulted(fault):
+                self._leave_intake()
+                return Refuse(self._desk.fault(fault)), State.REFUSED
+            case Written():
+                return Done(), State.RUNNING if self.state is State.ADMITTED else self.state
+            case TrailersArrived():
+                return PassTrailers(), self.state
+            case Ended():
+                return self._ended(), State.ENDED
+
+    def _head(self, head: RequestHead) -> tuple[Action, State]:
+        self.head = head
+        verdict = self._desk.screen(head)
+        match verdict:
+            case Reject():
+                return Refuse(verdict), State.REFUSED
+            case Bypass():
+                return Pass(verdict), State.PASSED
+            case endpoint:
+                self._endpoint = endpoint
+                return Continue(), State.BODY
+
+    def _body(self, body: bytes) -> tuple[Action, State]:
+        assert self.head is not None  # noqa: S101 (the table lets no body come before the head)
+        assert self._endpoint is not None  # noqa: S101 (nor after a head that did not ask for it)
+        refused = self._desk.enter(len(body))
+        if refused is not None:
+            return Refuse(refused), State.REFUSED
+        self._intake_bytes = len(body)
+        return Count(self._endpoint, body, self.head.lowered), State.COUNTING
+
+    def _counted(self, demand: Demand, body: bytes | None, now_ns: int) -> tuple[Action, State]:
+        self._leave_intake()
+        verdict = self._desk.decide(demand, now_ns)
+        if isinstance(verdict, Reject):
+            return Refuse(verdict), State.REFUSED
+        self.admit = verdict
+        return Route(verdict, body), State.ADMITTED
+
+    def _ended(self) -> Done:
+        self._leave_intake()
+        self._desk.streams -= 1
+        if self.admit is None:
+            return Done()
+        ending = Ending.SETTLED if self.state is State.RUNNING else Ending.RELEASED
+        reservation = self._desk.end(self.admit.reservation.ticket, ending)
+        return Done(None if reservation is None else ending)
+
+    def _leave_intake(self) -> None:
+        self._desk.leave(self._intake_bytes)
+        self._intake_bytes = 0
