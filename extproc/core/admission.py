@@ -62,6 +62,10 @@ class Desk:
         endpoint = self._paths.get(path) if head.method == "POST" and not head.upgrade else None
         if endpoint is None:
             return Reject(Reason.UNKNOWN_ENDPOINT, "there is no such endpoint here", details=self._endpoints())
+        return self._screen_body(head) or self._screen_load() or endpoint
+
+    def _screen_body(self, head: RequestHead) -> Reject | None:
+        """What the headers already say against the body."""
         if head.content_encoding.strip().lower() not in ("", "identity"):
             return Reject(
                 Reason.UNSUPPORTED_ENCODING, "send the body without content-encoding", param="content-encoding"
@@ -72,11 +76,15 @@ class Desk:
             return Reject(Reason.MALFORMED_REQUEST, "the request has no body")
         if head.content_length_bytes is not None and head.content_length_bytes > self.policy.limits.body_bytes_max:
             return self._too_large(head.content_length_bytes)
+        return None
+
+    def _screen_load(self) -> Reject | None:
+        """What the gateway itself cannot take on now."""
         if self.draining:
             return Reject(Reason.DRAINING, "this gateway is stopping; try again", retry_ns=NS_PER_S)
         if self.streams > self.policy.limits.streams_max:
             return self._queue_full("streams", self.policy.limits.streams_max)
-        return endpoint
+        return None
 
     def enter(self, body_bytes: int) -> Reject | None:
         """Let a body into counting; None lets it in, and `leave` must follow exactly once."""

@@ -1,0 +1,22 @@
+"""Names of the contract: request headers, response headers and metadata that Envoy, the service and clients share."""
+
+from __future__ import annotations
+
+METADATA_NAMESPACE = "llm.admission"
+"""Envoy dynamic metadata written with every verdict. Its keys are `METADATA_HEADERS`, `reason` and `ticket`."""
+
+METADATA_REASON = "reason"
+"""Present in the metadata of every refusal made here, and of nothing else."""
+
+METADATA_TICKET = "ticket"
+
+OWN_PREFIX = "x-llm-"
+"""Headers that only the gateway writes, in both directions; a client's copies are removed."""
+
+LANE_HEADER = "x-llm-lane"
+POOL_HEADER = "x-llm-pool"
+REASON_HEADER = "x-llm-reason"
+DESTINATION_HEADER = "x-gateway-destination-endpoint"
+
+INTENT_HEADER = "x-request-intent"
+"""A client's declared service: `bulk` lowers, every other value is ignored."""

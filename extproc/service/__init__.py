@@ -1,0 +1,1 @@
+"""The shell around the core: gRPC streams, probes, metrics, logs and the admin port."""

@@ -1,0 +1,157 @@
+"""The wire: Envoy's ext_proc messages to the core's events, the core's actions to reply bytes.
+
+Only `raw_value` of a header is read by Envoy. A header mutation travels with every routing reply, because Envoy
+ignores `clear_route_cache` without one. Replies that never differ are built once.
+
+xds-protos and Envoy 1.40 disagree on field 11 of ProcessingResponse, so no reply sets it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from envoy.config.core.v3 import base_pb2
+from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
+
+from extproc.core import names
+from extproc.core.rejection import Answer
+from extproc.core.stream import BodyArrived, Event, HeadArrived, TrailersArrived
+from extproc.core.values import Admit, Bypass, Lane, RequestHead
+
+REQUEST_ID_CHARS_MAX = 256
+"""A client may choose the request id; longer ones are cut in logs and bodies. Envoy's own have 36."""
+
+_USED_HEADERS = frozenset(
+    {
+        ":method",
+        ":path",
+        "content-type",
+        "content-length",
+        "content-encoding",
+        "upgrade",
+        "x-request-id",
+        "prefer",
+        names.INTENT_HEADER,
+    }
+)
+
+
+class WireError(Exception):
+    """Envoy sent a message that the documented processing mode never sends."""
+
+
+def event(message: pb.ProcessingRequest) -> Event:
+    """The core's event for one message of Envoy; WireError for a message of another processing mode."""
+    match message.WhichOneof("request"):
+        case "request_headers":
+            return HeadArrived(_head(message.request_headers))
+        case "request_body":
+            return BodyArrived(message.request_body.body)
+        case "response_trailers":
+            return TrailersArrived()
+        case kind:
+            raise WireError(f"a {kind} message: the filter's processing_mode is not the documented one")
+
+
+def _head(message: pb.HttpHeaders) -> RequestHead:
+    found: dict[str, str] = {}
+    for header in message.headers.headers:
+        key = header.key
+        if key in _USED_HEADERS:
+            value = (header.raw_value or header.value.encode()).decode("utf-8", "replace")
+            # A repeated header is one list, as HTTP has it: a second content-encoding cannot hide.
+            found[key] = f"{found[key]}, {value}" if key in found else value
+    length = found.get("content-length", "")
+    return RequestHead(
+        method=found.get(":method", ""),
+        path=found.get(":path"),
+        end_of_stream=message.end_of_stream,
+        request_id=found.get("x-request-id", "")[:REQUEST_ID_CHARS_MAX],
+        content_type=found.get("content-type", ""),
+        content_encoding=found.get("content-encoding", ""),
+        content_length_bytes=int(length) if length.isascii() and length.isdigit() else None,
+        upgrade="upgrade" in found,
+        lowered=_lowered(found.get(names.INTENT_HEADER, ""), found.get("prefer", "")),
+    )
+
+
+def _lowered(intent: str, prefer: str) -> bool:
+    """Whether a header declares that bulk service is enough; `Prefer` is a list of tokens (RFC 7240)."""
+    if intent.strip().lower() == "bulk":
+        return True
+    return any(token.partition(";")[0].strip().lower() == "respond-async" for token in prefer.split(","))
+
+
+CONTINUE = pb.ProcessingResponse(request_headers=pb.HeadersResponse()).SerializeToString()
+"""Reply to the header message of a request whose body decides."""
+
+PASS_TRAILERS = pb.ProcessingResponse(response_trailers=pb.TrailersResponse()).SerializeToString()
+
+
+def admitted(admit: Admit, body: bytes | None, *, attempts: int, policy_version: str) -> bytes:
+    """Reply to the body message of an admitted request.
+
+    The destination is written once for each of Envoy's `attempts`, so that a retry stays on the reserved replica.
+    """
+    reservation, demand = admit.reservation, admit.demand
+    reply = pb.ProcessingResponse()
+    common = reply.request_body.response
+    _route(common, reservation.lane, admit.pool)
+    mutation = common.header_mutation
+    _set(mutation, names.DESTINATION_HEADER, ",".join((admit.address,) * attempts))
+    if body is not None:
+        common.body_mutation.body = body
+        _set(mutation, "content-length", str(len(body)))
+    _annotate(
+        reply,
+        (
+            ("lane", reservation.lane.value),
+            ("input_tokens", str(demand.input_tokens)),
+            ("max_output_tokens", str(demand.max_output_tokens)),
+            ("reserved_tokens", str(reservation.reserve_tokens)),
+            ("queue_ms", "0"),
+            ("policy", policy_version),
+            (names.METADATA_TICKET, reservation.ticket),
+        ),
+    )
+    return reply.SerializeToString()
+
+
+def passed(bypass: Bypass, *, policy_version: str) -> bytes:
+    """Reply to the header message of a request that carries no tokens."""
+    reply = pb.ProcessingResponse()
+    _route(reply.request_headers.response, Lane.BYPASS, bypass.pool)
+    _annotate(reply, (("lane", Lane.BYPASS.value), ("policy", policy_version)))
+    return reply.SerializeToString()
+
+
+def refused(answer: Answer, reason: str, *, details: str = "tokenlane") -> bytes:
+    """Reply that makes Envoy answer the client with `answer`.
+
+    The reason in the metadata keeps Envoy's local reply mappers away from it.
+    """
+    reply = pb.ProcessingResponse()
+    immediate = reply.immediate_response
+    immediate.status.code = answer.status  # type: ignore[assignment]  # an open enum: every HTTP status is a member
+    immediate.body = answer.body
+    immediate.details = f"{details}_{reason}"
+    for key, value in answer.headers:
+        _set(immediate.headers, key, value)
+    _annotate(reply, ((names.METADATA_REASON, reason),))
+    return reply.SerializeToString()
+
+
+def _route(common: pb.CommonResponse, lane: Lane, pool: str) -> None:
+    common.clear_route_cache = True
+    _set(common.header_mutation, names.LANE_HEADER, lane.value)
+    _set(common.header_mutation, names.POOL_HEADER, pool)
+
+
+def _set(mutation: pb.HeaderMutation, key: str, value: str) -> None:
+    mutation.set_headers.add(header=base_pb2.HeaderValue(key=key, raw_value=value.encode()))
+
+
+def _annotate(reply: pb.ProcessingResponse, values: Iterable[tuple[str, str]]) -> None:
+    fields = reply.dynamic_metadata.fields[names.METADATA_NAMESPACE].struct_value.fields
+    for key, value in values:
+        fields[key].string_value = value
