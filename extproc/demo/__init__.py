@@ -1,0 +1,1 @@
+"""A whole small fleet on one machine, simulated engines included."""
