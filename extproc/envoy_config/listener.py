@@ -1,0 +1,121 @@
+"""The listener: header hygiene, the ext_proc filter, the router, and every bound on bodies and time."""
+
+from __future__ import annotations
+
+from envoy_data_plane.envoy.config.common.mutation_rules import v3 as mutation_rules
+from envoy_data_plane.envoy.config.core import v3 as core
+from envoy_data_plane.envoy.config.listener import v3 as listener
+from envoy_data_plane.envoy.extensions.filters.http.ext_proc import v3 as ext_proc
+from envoy_data_plane.envoy.extensions.filters.http.router import v3 as router
+from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager import v3 as hcm
+from envoy_data_plane.envoy.extensions.http.early_header_mutation.header_mutation import v3 as early_header_mutation
+from envoy_data_plane.google.protobuf import Any as ProtoAny
+
+from extproc.core.policy import Limits, Policy
+from extproc.envoy_config.addresses import address
+from extproc.envoy_config.names import DESTINATION_HEADER, METADATA_NAMESPACE, OWN_PREFIX, TOKENLANE_CLUSTER
+from extproc.envoy_config.packing import duration, extension, remove, remove_prefix
+from extproc.envoy_config.replies import local_replies
+from extproc.envoy_config.routes import route_table
+
+BUFFER_MARGIN_BYTES = 2**20
+"""Buffer beyond the body cap: room for what the service injects (at most 64 KiB), and for a body somewhat over the
+cap to reach the service, whose refusal says more than Envoy's."""
+
+CONNECTION_WINDOW_BYTES = 24 * 2**20
+"""Envoy's default for all streams of a connection together; never below the window of one stream."""
+
+ENGINE_PRIORITY_HEADERS = ("x-vllm-priority", "x-data-parallel-rank")
+"""Headers by which a client would jump an engine's queue or choose its rank."""
+
+
+def build_listener(policy: Policy, listen: str) -> listener.Listener:
+    """The listener that clients connect to at `listen`."""
+    manager = hcm_filter(policy)
+    return listener.Listener(
+        name="tokenlane",
+        address=address(listen),
+        per_connection_buffer_limit_bytes=buffer_bytes(policy.limits),
+        filter_chains=[
+            listener.FilterChain(
+                filters=[
+                    listener.Filter(
+                        name="envoy.filters.network.http_connection_manager", typed_config=ProtoAny.pack(manager)
+                    )
+                ]
+            )
+        ],
+    )
+
+
+def buffer_bytes(limits: Limits) -> int:
+    """The largest body that Envoy buffers; it answers 413 itself above it."""
+    return limits.body_bytes_max + BUFFER_MARGIN_BYTES
+
+
+def hcm_filter(policy: Policy) -> hcm.HttpConnectionManager:
+    """The HTTP connection manager with its filters and routes."""
+    limits = policy.limits
+    # Counted from the arrival of the request, so it has to hold the upload, the verdict and the response. The route
+    # timeout is the exact bound of a response; this is the bound of everything.
+    stream_ns_max = 2 * limits.decision_ns_max + limits.response_ns_max
+    window_bytes = buffer_bytes(limits)
+    return hcm.HttpConnectionManager(
+        stat_prefix="tokenlane",
+        route_config=route_table(policy),
+        http_filters=[
+            hcm.HttpFilter(name="envoy.filters.http.ext_proc", typed_config=ProtoAny.pack(_ext_proc(limits))),
+            hcm.HttpFilter(name="envoy.filters.http.router", typed_config=ProtoAny.pack(router.Router())),
+        ],
+        common_http_protocol_options=core.HttpProtocolOptions(max_stream_duration=duration(stream_ns_max)),
+        # The window of a stream is what bounds a buffered HTTP/2 body.
+        http2_protocol_options=core.Http2ProtocolOptions(
+            initial_stream_window_size=window_bytes,
+            initial_connection_window_size=max(window_bytes, CONNECTION_WINDOW_BYTES),
+        ),
+        # The policy bounds the time from arrival to verdict; the upload is part of it.
+        request_timeout=duration(limits.decision_ns_max),
+        # Nothing moves on a stream that waits for its verdict or for an answer that is not streamed.
+        stream_idle_timeout=duration(stream_ns_max),
+        early_header_mutation_extensions=[
+            extension(
+                "envoy.http.early_header_mutation.header_mutation",
+                early_header_mutation.HeaderMutation(
+                    mutations=[
+                        remove_prefix(OWN_PREFIX),
+                        *(remove(name) for name in (DESTINATION_HEADER, *ENGINE_PRIORITY_HEADERS)),
+                    ]
+                ),
+            )
+        ],
+        normalize_path=True,
+        merge_slashes=True,
+        # An escaped slash reaches the service as it is and matches no path, so the refusal is in the contract.
+        path_with_escaped_slashes_action=hcm.HttpConnectionManagerPathWithEscapedSlashesAction.KEEP_UNCHANGED,
+        always_set_request_id_in_response=True,
+        local_reply_config=local_replies(),
+    )
+
+
+def _ext_proc(limits: Limits) -> ext_proc.ExternalProcessor:
+    header_mode, body_mode = ext_proc.ProcessingModeHeaderSendMode, ext_proc.ProcessingModeBodySendMode
+    return ext_proc.ExternalProcessor(
+        grpc_service=core.GrpcService(
+            envoy_grpc=core.GrpcServiceEnvoyGrpc(cluster_name=TOKENLANE_CLUSTER),
+            retry_policy=core.RetryPolicy(retry_on="connect-failure,reset", num_retries=2),
+        ),
+        failure_mode_allow=True,  # the route table fails closed instead
+        processing_mode=ext_proc.ProcessingMode(
+            request_header_mode=header_mode.SEND,
+            request_body_mode=body_mode.BUFFERED,
+            response_header_mode=header_mode.SKIP,
+            response_body_mode=body_mode.NONE,
+            request_trailer_mode=header_mode.SKIP,
+            response_trailer_mode=header_mode.SEND,  # keeps the stream until the response ends
+        ),
+        message_timeout=duration(limits.decision_ns_max),
+        mutation_rules=mutation_rules.HeaderMutationRules(),
+        metadata_options=ext_proc.MetadataOptions(
+            receiving_namespaces=ext_proc.MetadataOptionsMetadataNamespaces(untyped=[METADATA_NAMESPACE])
+        ),
+    )
