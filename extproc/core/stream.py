@@ -71,9 +71,21 @@ class Written:
     """The last action's reply is handed to the transport."""
 
 
+@unique
+class Part(Enum):
+    """Parts of the HTTP exchange on which nothing depends; Envoy waits for an answer to each that it sends."""
+
+    REQUEST_TRAILERS = auto()
+    RESPONSE_HEADERS = auto()
+    RESPONSE_BODY = auto()
+    RESPONSE_TRAILERS = auto()
+
+
 @dataclass(frozen=True, slots=True)
-class TrailersArrived:
-    """The engine sent trailers; they pass."""
+class PartArrived:
+    """A part on which nothing depends; it passes."""
+
+    part: Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +93,7 @@ class Ended:
     """The stream is over, for whatever reason."""
 
 
-Event = HeadArrived | BodyArrived | Counted | Faulted | Written | TrailersArrived | Ended
+Event = HeadArrived | BodyArrived | Counted | Faulted | Written | PartArrived | Ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +133,10 @@ class Refuse:
 
 
 @dataclass(frozen=True, slots=True)
-class PassTrailers:
-    """Reply: the trailers stay as they are."""
+class PassPart:
+    """Reply: the part stays as it is."""
+
+    part: Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +146,7 @@ class Done:
     ended: Ending | None = None
 
 
-Action = Continue | Count | Route | Pass | Refuse | PassTrailers | Done
+Action = Continue | Count | Route | Pass | Refuse | PassPart | Done
 
 TRANSITIONS: Mapping[State, Mapping[type[Event], frozenset[State]]] = MappingProxyType(
     {
@@ -156,12 +170,12 @@ TRANSITIONS: Mapping[State, Mapping[type[Event], frozenset[State]]] = MappingPro
         },
         State.RUNNING: {
             Written: frozenset({State.RUNNING}),
-            TrailersArrived: frozenset({State.RUNNING}),
+            PartArrived: frozenset({State.RUNNING}),
             Ended: frozenset({State.ENDED}),
         },
         State.PASSED: {
             Written: frozenset({State.PASSED}),
-            TrailersArrived: frozenset({State.PASSED}),
+            PartArrived: frozenset({State.PASSED}),
             Ended: frozenset({State.ENDED}),
         },
         State.REFUSED: {
@@ -211,8 +225,8 @@ class Stream:
                 return Refuse(self._desk.fault(fault)), State.REFUSED
             case Written():
                 return Done(), State.RUNNING if self.state is State.ADMITTED else self.state
-            case TrailersArrived():
-                return PassTrailers(), self.state
+            case PartArrived(part):
+                return PassPart(part), self.state
             case Ended():
                 return self._ended(), State.ENDED
 

@@ -8,14 +8,15 @@ xds-protos and Envoy 1.40 disagree on field 11 of ProcessingResponse, so no repl
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 from envoy.config.core.v3 import base_pb2
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 
 from extproc.core import names
 from extproc.core.rejection import Answer
-from extproc.core.stream import BodyArrived, Event, HeadArrived, TrailersArrived
+from extproc.core.stream import BodyArrived, Event, HeadArrived, Part, PartArrived
 from extproc.core.values import Admit, Bypass, Lane, RequestHead
 
 REQUEST_ID_CHARS_MAX = 256
@@ -37,20 +38,26 @@ _USED_HEADERS = frozenset(
 
 
 class WireError(Exception):
-    """Envoy sent a message that the documented processing mode never sends."""
+    """A message that is none of the protocol's."""
 
 
 def event(message: pb.ProcessingRequest) -> Event:
-    """The core's event for one message of Envoy; WireError for a message of another processing mode."""
+    """The core's event for one message of Envoy; WireError for a message without content."""
     match message.WhichOneof("request"):
         case "request_headers":
             return HeadArrived(_head(message.request_headers))
         case "request_body":
             return BodyArrived(message.request_body.body)
         case "response_trailers":
-            return TrailersArrived()
-        case kind:
-            raise WireError(f"a {kind} message: the filter's processing_mode is not the documented one")
+            return PartArrived(Part.RESPONSE_TRAILERS)
+        case "response_headers":
+            return PartArrived(Part.RESPONSE_HEADERS)
+        case "response_body":
+            return PartArrived(Part.RESPONSE_BODY)
+        case "request_trailers":
+            return PartArrived(Part.REQUEST_TRAILERS)
+        case _:
+            raise WireError("a message without headers, body or trailers")
 
 
 def _head(message: pb.HttpHeaders) -> RequestHead:
@@ -82,10 +89,23 @@ def _lowered(intent: str, prefer: str) -> bool:
     return any(token.partition(";")[0].strip().lower() == "respond-async" for token in prefer.split(","))
 
 
-CONTINUE = pb.ProcessingResponse(request_headers=pb.HeadersResponse()).SerializeToString()
+def _bytes(reply: pb.ProcessingResponse) -> bytes:
+    serialized: bytes = reply.SerializeToString()
+    return serialized
+
+
+CONTINUE = _bytes(pb.ProcessingResponse(request_headers=pb.HeadersResponse()))
 """Reply to the header message of a request whose body decides."""
 
-PASS_TRAILERS = pb.ProcessingResponse(response_trailers=pb.TrailersResponse()).SerializeToString()
+PASS: Mapping[Part, bytes] = MappingProxyType(
+    {
+        Part.REQUEST_TRAILERS: _bytes(pb.ProcessingResponse(request_trailers=pb.TrailersResponse())),
+        Part.RESPONSE_HEADERS: _bytes(pb.ProcessingResponse(response_headers=pb.HeadersResponse())),
+        Part.RESPONSE_BODY: _bytes(pb.ProcessingResponse(response_body=pb.BodyResponse())),
+        Part.RESPONSE_TRAILERS: _bytes(pb.ProcessingResponse(response_trailers=pb.TrailersResponse())),
+    }
+)
+"""Replies that leave a part as it is. The documented mode sends response trailers only; a mesh may send the others."""
 
 
 def admitted(admit: Admit, body: bytes | None, *, attempts: int, policy_version: str) -> bytes:
@@ -114,7 +134,7 @@ def admitted(admit: Admit, body: bytes | None, *, attempts: int, policy_version:
             (names.METADATA_TICKET, reservation.ticket),
         ),
     )
-    return reply.SerializeToString()
+    return _bytes(reply)
 
 
 def passed(bypass: Bypass, *, policy_version: str) -> bytes:
@@ -122,7 +142,7 @@ def passed(bypass: Bypass, *, policy_version: str) -> bytes:
     reply = pb.ProcessingResponse()
     _route(reply.request_headers.response, Lane.BYPASS, bypass.pool)
     _annotate(reply, (("lane", Lane.BYPASS.value), ("policy", policy_version)))
-    return reply.SerializeToString()
+    return _bytes(reply)
 
 
 def refused(answer: Answer, reason: str, *, details: str = "tokenlane") -> bytes:
@@ -132,13 +152,13 @@ def refused(answer: Answer, reason: str, *, details: str = "tokenlane") -> bytes
     """
     reply = pb.ProcessingResponse()
     immediate = reply.immediate_response
-    immediate.status.code = answer.status  # type: ignore[assignment]  # an open enum: every HTTP status is a member
+    immediate.status.code = answer.status
     immediate.body = answer.body
     immediate.details = f"{details}_{reason}"
     for key, value in answer.headers:
         _set(immediate.headers, key, value)
     _annotate(reply, ((names.METADATA_REASON, reason),))
-    return reply.SerializeToString()
+    return _bytes(reply)
 
 
 def _route(common: pb.CommonResponse, lane: Lane, pool: str) -> None:

@@ -1,0 +1,124 @@
+"""Prometheus metrics. Every label value comes from the policy or from a closed enum, and exists from the start.
+
+Counters and histograms are bound to their labels once; gauges are read from the desk when Prometheus asks, so that
+they cost a decision nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from extproc.core.admission import Desk
+from extproc.core.rejection import LANE_UNKNOWN
+from extproc.core.values import Demand, Ending, Lane, Reason
+
+TOKEN_BUCKETS = tuple(2**power for power in range(4, 21))
+"""Powers of two from 16 to 1,048,576 tokens."""
+
+SECONDS_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+
+
+class Metrics:
+    """The registry of one service, with bound children for the hot path."""
+
+    def __init__(self, desk: Desk) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(_DeskCollector(desk))
+        admitted = self._counter("admitted_requests", "Requests admitted with a reservation", "lane")
+        self._admitted = {lane: admitted.labels(lane) for lane in (Lane.INTERACTIVE, Lane.BULK)}
+        self._passed = self._counter("passed_requests", "Requests let through without tokens")
+        refused = self._counter("refused_requests", "Requests refused", "lane", "reason")
+        self._refused = {
+            (lane, reason): refused.labels(LANE_UNKNOWN if lane is None else lane, reason)
+            for lane in (Lane.INTERACTIVE, Lane.BULK, Lane.OVERFLOW, None)
+            for reason in Reason
+        }
+        ended = self._counter("reservations_ended", "Reservations by how they ended", "ending")
+        self._ended = {ending: ended.labels(ending) for ending in Ending}
+        inputs = self._histogram("input_tokens", "Input tokens of counted requests", TOKEN_BUCKETS, "lane")
+        outputs = self._histogram("output_tokens", "Permitted output tokens of counted requests", TOKEN_BUCKETS, "lane")
+        self._tokens = {
+            lane: (inputs.labels(lane), outputs.labels(lane)) for lane in (Lane.INTERACTIVE, Lane.BULK, Lane.OVERFLOW)
+        }
+        self._decision_s = self._histogram(
+            "decision_seconds", "Time from the last message needed to the verdict", SECONDS_BUCKETS
+        )
+        self._faults = self._counter("internal_errors", "Faults of this service")
+
+    def admitted(self, lane: Lane, demand: Demand) -> None:
+        """Count an admission."""
+        self._admitted[lane].inc()
+        self._observe(lane, demand)
+
+    def refused(self, lane: Lane | None, reason: Reason, demand: Demand | None) -> None:
+        """Count a refusal."""
+        self._refused[lane, reason].inc()
+        if lane is not None and demand is not None:
+            self._observe(lane, demand)
+
+    def passed(self) -> None:
+        """Count a request without tokens."""
+        self._passed.inc()
+
+    def ended(self, ending: Ending) -> None:
+        """Count the end of a reservation."""
+        self._ended[ending].inc()
+
+    def decided(self, seconds: float) -> None:
+        """Record how long a verdict took."""
+        self._decision_s.observe(seconds)
+
+    def fault(self) -> None:
+        """Count a fault of ours."""
+        self._faults.inc()
+
+    def _observe(self, lane: Lane, demand: Demand) -> None:
+        inputs, outputs = self._tokens[lane]
+        inputs.observe(demand.input_tokens)
+        outputs.observe(demand.output_tokens)
+
+    def _counter(self, name: str, documentation: str, *labels: str) -> Counter:
+        return Counter(name, documentation, labels, namespace="tokenlane", registry=self.registry)
+
+    def _histogram(self, name: str, documentation: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+        return Histogram(name, documentation, labels, namespace="tokenlane", registry=self.registry, buckets=buckets)
+
+
+class _DeskCollector(Collector):
+    """What the desk holds at the moment of the scrape."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+
+    def collect(self) -> Iterator[Metric]:
+        desk = self._desk
+        yield InfoMetricFamily("tokenlane_policy", "Policy in force", {"version": desk.policy.version})
+        yield GaugeMetricFamily("tokenlane_streams", "Requests admitted or being decided", value=desk.streams)
+        yield GaugeMetricFamily("tokenlane_intake_bytes", "Bodies being counted", value=desk.intake_bytes)
+        yield GaugeMetricFamily("tokenlane_draining", "1 while this process stops", value=desk.draining)
+        families = {
+            "reserved_tokens": "Tokens held by open reservations",
+            "available_tokens": "Tokens that a reservation could take",
+            "gross_tokens": "Load-tested ceiling",
+            "guard_tokens": "Part of the ceiling that is never handed out",
+            "active_requests": "Open reservations",
+            "replica_ready": "1 when the last probes succeeded",
+        }
+        gauges = {
+            name: GaugeMetricFamily(f"tokenlane_{name}", text, labels=("pool", "replica"))
+            for name, text in families.items()
+        }
+        for account in desk.ledger.accounts.values():
+            replica = account.replica
+            labels = (replica.pool, replica.name)
+            gauges["reserved_tokens"].add_metric(labels, account.active_tokens)
+            gauges["available_tokens"].add_metric(labels, account.available_tokens)
+            gauges["gross_tokens"].add_metric(labels, replica.gross_tokens)
+            gauges["guard_tokens"].add_metric(labels, replica.guard_tokens)
+            gauges["active_requests"].add_metric(labels, account.active_requests)
+            gauges["replica_ready"].add_metric(labels, account.ready)
+        yield from gauges.values()

@@ -1,0 +1,158 @@
+"""The stream loop: reads Envoy's messages, drives the sans-IO stream, writes its replies.
+
+A clean return means "continue without me" to Envoy, so nothing here returns before its answer is written, except
+where Envoy itself ended the stream. A fault of ours is answered 500 `internal_error`; what escapes even that leaves
+the request without a lane header, and the route table answers it.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import grpc.aio
+import structlog
+
+from extproc.core import rejection
+from extproc.core.admission import Desk
+from extproc.core.drain import NS_PER_S, PPM
+from extproc.core.stream import (
+    Continue,
+    Count,
+    Counted,
+    Done,
+    Ended,
+    Event,
+    Faulted,
+    Pass,
+    PassPart,
+    Refuse,
+    Route,
+    State,
+    Stream,
+    Written,
+)
+from extproc.core.values import Admit, Fault, Reason, Reject
+from extproc.counting import Counter
+from extproc.service import wire
+from extproc.service.metrics import Metrics
+
+_WRITTEN = Written()
+_ENDED = Ended()
+_INTERNAL_ERROR = Reject(Reason.INTERNAL_ERROR, "the gateway failed to decide; nothing was reserved")
+
+_log = structlog.get_logger()
+
+
+class Servicer:
+    """Serves ext_proc streams over one desk and one counter."""
+
+    def __init__(self, desk: Desk, counter: Counter, metrics: Metrics) -> None:
+        self._desk = desk
+        self._counter = counter
+        self._metrics = metrics
+        self._attempts = desk.policy.limits.upstream_retries_max + 1
+
+    async def process(self, _requests: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        """One stream, from Envoy's first message to the end of the HTTP response."""
+        stream = Stream(self._desk)
+        try:
+            await self._serve(stream, context)
+        finally:
+            # Synchronous, so a cancellation cannot come between the end of the stream and the end of its reservation.
+            done = stream.receive(_ENDED, time.monotonic_ns())
+            if isinstance(done, Done) and done.ended is not None:
+                self._metrics.ended(done.ended)
+
+    async def _serve(self, stream: Stream, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        while (message := await context.read()) is not grpc.aio.EOF:
+            started_ns = time.monotonic_ns()
+            try:
+                reply, final = await self._answer(stream, wire.event(message), started_ns)
+            except Exception:
+                self._metrics.fault()
+                _log.exception("fault", request_id=_request_id(stream))
+                if stream.state in (State.RUNNING, State.PASSED):
+                    raise  # an answer of ours would replace the engine's
+                reply, final = self._refuse(stream, _INTERNAL_ERROR, started_ns), True
+            await context.write(reply)
+            if final:
+                return
+            stream.receive(_WRITTEN, time.monotonic_ns())
+
+    async def _answer(self, stream: Stream, event: Event, started_ns: int) -> tuple[bytes, bool]:
+        """The reply to one message, and whether it is the last one of the stream."""
+        action = stream.receive(event, started_ns)
+        if isinstance(action, Count):
+            action = stream.receive(await self._count(action), time.monotonic_ns())
+        match action:
+            case Continue():
+                return wire.CONTINUE, False
+            case Route(admit, body):
+                return self._admit(stream, admit, body, started_ns), False
+            case Refuse(reject):
+                return self._refuse(stream, reject, started_ns), True
+            case Pass(bypass):
+                self._metrics.passed()
+                return wire.passed(bypass, policy_version=self._desk.policy.version), False
+            case PassPart(part):
+                return wire.PASS[part], False
+            case Count() | Done():
+                raise AssertionError(f"{action} is no reply")
+
+    async def _count(self, action: Count) -> Event:
+        try:
+            draft = self._counter.read(action.endpoint, action.body, lowered=action.lowered)
+            counted = await self._counter.count(draft)
+        except Fault as fault:
+            return Faulted(fault)
+        return Counted(counted.demand, counted.body)
+
+    def _admit(self, stream: Stream, admit: Admit, body: bytes | None, started_ns: int) -> bytes:
+        reservation, demand = admit.reservation, admit.demand
+        self._metrics.admitted(reservation.lane, demand)
+        _log.info(
+            "admit",
+            request_id=_request_id(stream),
+            ticket=reservation.ticket,
+            model=demand.model,
+            lane=reservation.lane,
+            replica=reservation.replica,
+            input_tokens=demand.input_tokens,
+            max_output_tokens=demand.max_output_tokens,
+            sequences=demand.sequences,
+            reserved_tokens=reservation.reserve_tokens,
+            decision_us=self._decided(started_ns),
+        )
+        return wire.admitted(admit, body, attempts=self._attempts, policy_version=self._desk.policy.version)
+
+    def _refuse(self, stream: Stream, reject: Reject, started_ns: int) -> bytes:
+        self._metrics.refused(reject.lane, reject.reason, reject.demand)
+        answer = rejection.answer(
+            reject,
+            policy_version=self._desk.policy.version,
+            request_id=_request_id(stream),
+            jitter_ppm=random.randrange(PPM),  # noqa: S311 (spreads retries, guards nothing)
+        )
+        _log.info(
+            "refuse",
+            request_id=_request_id(stream),
+            reason=reject.reason,
+            status=answer.status,
+            lane=reject.lane,
+            input_tokens=None if reject.demand is None else reject.demand.input_tokens,
+            reserve_tokens=None if reject.demand is None else reject.demand.reserve_tokens,
+            decision_us=self._decided(started_ns),
+        )
+        return wire.refused(answer, reject.reason)
+
+    def _decided(self, started_ns: int) -> int:
+        """Record the time of a verdict; returns it in microseconds."""
+        taken_ns = time.monotonic_ns() - started_ns
+        self._metrics.decided(taken_ns / NS_PER_S)
+        return taken_ns // 1000
+
+
+def _request_id(stream: Stream) -> str:
+    return "" if stream.head is None else stream.head.request_id
