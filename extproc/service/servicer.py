@@ -7,6 +7,7 @@ the request without a lane header, and the route table answers it.
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 from typing import Any
@@ -53,10 +54,21 @@ class Servicer:
         self._counter = counter
         self._metrics = metrics
         self._attempts = desk.policy.limits.upstream_retries_max + 1
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def wait_idle(self, timeout_s: float) -> bool:
+        """Wait until no stream is open; False when that takes longer than `timeout_s`."""
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        return True
 
     async def process(self, _requests: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         """One stream, from Envoy's first message to the end of the HTTP response."""
         stream = Stream(self._desk)
+        self._idle.clear()
         try:
             await self._serve(stream, context)
         finally:
@@ -64,6 +76,8 @@ class Servicer:
             done = stream.receive(_ENDED, time.monotonic_ns())
             if isinstance(done, Done) and done.ended is not None:
                 self._metrics.ended(done.ended)
+            if self._desk.streams == 0:
+                self._idle.set()
 
     async def _serve(self, stream: Stream, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         while (message := await context.read()) is not grpc.aio.EOF:

@@ -1,0 +1,132 @@
+"""Assembly and lifecycle of the service.
+
+Start: tokenizers load, every replica is probed once, the gRPC server listens, and only then is it ready.
+Drain: not ready, but still accepting for `drain_delay_s`, because endpoints lag behind health; then new requests are
+refused with `draining` while what runs goes on; at the latest after `drain_grace_s` the server stops. Envoy lets
+responses finish without it (failure_mode_allow), so stopping truncates nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from dataclasses import dataclass
+
+import grpc.aio
+import structlog
+from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
+from grpc_health.v1 import health_pb2_grpc
+
+from extproc.core.admission import Desk
+from extproc.core.policy import Policy
+from extproc.core.values import Ending
+from extproc.counting import Counter
+from extproc.service.admin import Admin
+from extproc.service.health import Health
+from extproc.service.metrics import Metrics
+from extproc.service.probes import Prober
+from extproc.service.servicer import Servicer
+
+SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
+
+MESSAGE_MARGIN_BYTES = 2 * 2**20
+"""gRPC message over the body cap: Envoy's buffer is larger than the cap, so that an oversized body still gets an
+answer of ours, and the headers travel too."""
+
+KEEPALIVE_PING_INTERVAL_MS_MIN = 1000
+"""Shortest interval of Envoy's pings that is tolerated. gRPC's default of 5 minutes answers Envoy's pings with
+GOAWAY, which kills every held stream."""
+
+EXPIRY_INTERVAL_S = 1.0
+
+_log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How this process is deployed. Addresses are `IP:port` (port 0: the system picks) or `unix:/path`."""
+
+    listen: tuple[str, ...] = ("127.0.0.1:9002",)
+    admin_host: str = "127.0.0.1"
+    admin_port: int = 9003
+    drain_delay_s: float = 0.0
+    drain_grace_s: float = 30.0
+    tokenizer_threads: int = 2
+
+
+class Server:
+    """The whole service in one event loop."""
+
+    def __init__(self, policy: Policy, options: Options) -> None:
+        # Tickets of two processes never meet in a log or an access log.
+        self.desk = Desk(policy, instance=secrets.token_hex(4))
+        self.metrics = Metrics(self.desk)
+        self.health = Health()
+        self.ports: list[int] = []
+        self.admin_port = 0
+        self._policy = policy
+        self._options = options
+        self._prober = Prober(self.desk)
+        self._admin = Admin(self.desk, self.metrics, self.health)
+
+    async def start(self) -> None:
+        """Load, probe, listen, then be ready. Raises TokenizerError or OSError."""
+        options = self._options
+        self._counter = await asyncio.to_thread(Counter, self._policy, threads=options.tokenizer_threads)
+        await self._prober.start()
+        self.admin_port = await self._admin.start(options.admin_host, options.admin_port)
+        self._grpc = self._build()
+        self.ports = [self._grpc.add_insecure_port(address) for address in options.listen]
+        await self.health.start()
+        await self._grpc.start()
+        self._expirer = asyncio.create_task(self._expire())
+        await self.health.set_ready(ready=True)
+        _log.info("ready", policy=self._policy.version, listen=options.listen, admin_port=self.admin_port)
+
+    def _build(self) -> grpc.aio.Server:
+        self._servicer = Servicer(self.desk, self._counter, self.metrics)
+        body_bytes_max = self._policy.limits.body_bytes_max
+        server = grpc.aio.server(
+            options=[
+                ("grpc.max_receive_message_length", body_bytes_max + MESSAGE_MARGIN_BYTES),
+                ("grpc.max_send_message_length", body_bytes_max + MESSAGE_MARGIN_BYTES),
+                ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_PING_INTERVAL_MS_MIN),
+                ("grpc.keepalive_permit_without_calls", 1),
+                ("grpc.http2.max_ping_strikes", 0),
+                ("grpc.so_reuseport", 0),
+            ]
+        )
+        process: grpc.RpcMethodHandler[pb.ProcessingRequest, bytes] = grpc.stream_stream_rpc_method_handler(
+            self._servicer.process, request_deserializer=pb.ProcessingRequest.FromString
+        )
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Process": process}),))
+        health_pb2_grpc.add_HealthServicer_to_server(self.health.servicer, server)
+        return server
+
+    async def drain(self) -> None:
+        """Let what runs finish within the grace, take nothing new, then stop."""
+        await self.health.set_ready(ready=False)
+        _log.info("drain", streams=self.desk.streams, delay_s=self._options.drain_delay_s)
+        await asyncio.sleep(self._options.drain_delay_s)
+        self.desk.draining = True
+        await self._servicer.wait_idle(self._options.drain_grace_s)
+        await self.stop()
+
+    async def stop(self) -> None:
+        """Stop now; open streams end, and Envoy lets their responses finish."""
+        await self.health.set_ready(ready=False)
+        self._expirer.cancel()
+        await asyncio.gather(self._expirer, return_exceptions=True)
+        await self._grpc.stop(grace=0)
+        await self._prober.close()
+        await self._admin.close()
+        self._counter.close()
+        _log.info("stopped", reservations_open=len(self.desk.ledger.open))
+
+    async def _expire(self) -> None:
+        while True:
+            await asyncio.sleep(EXPIRY_INTERVAL_S)
+            for reservation in self.desk.expire(time.monotonic_ns()):
+                self.metrics.ended(Ending.EXPIRED)
+                _log.warning("expired", ticket=reservation.ticket, replica=reservation.replica)
