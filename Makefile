@@ -49,7 +49,7 @@ clean: ## Remove caches and build results; .venv stays
 	@find extproc $(wildcard bench tests) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): requirements/dev.txt pyproject.toml
-	@test -n "$(PYTHON)" || { echo "Tokenlane needs Python 3.11 or newer, and none is on PATH (or set PYTHON=/path/to/python)." >&2; exit 1; }
+	@test -n "$(PYTHON)" || { echo "Tokenlane needs Python 3.11 or newer, and none is on PATH; PYTHON=/path/to/python names another." >&2; exit 1; }
 	@echo "Setting up $(VENV) with $$($(PYTHON) --version): about a minute, once." >&2
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes --requirement requirements/dev.txt
