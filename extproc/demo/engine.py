@@ -27,6 +27,7 @@ GET and POST /control answer with the levers and with
     running             understood and not ended, held ones included
     running_tokens      Σ (input + run ceiling · n) over those
     running_tokens_max  its peak
+    generating          prompts that the model has: waiting for prefill, being prefilled or decoding
 A request that is still being received is only in requests_total.
 """
 
@@ -61,6 +62,9 @@ from extproc.demo.engine_request import (
 
 BODY_BYTES_MAX = 64 * 2**20
 """Above any cap a gateway in front would set, so that the gateway's own is what tests meet."""
+
+BODY_S_MAX = 60
+"""A sender this slow is stuck; its place among the concurrent requests is worth more."""
 
 CONTROL_BYTES_MAX = 4096
 """A control document has three short members."""
@@ -169,7 +173,13 @@ class Driver:
         self._key = 0
         self._stepping = False
         self._held = False
+        self._late: Step | None = None
         self._step_ns = 0
+
+    @property
+    def generating(self) -> int:
+        """Prompts admitted that have neither finished nor been cancelled."""
+        return len(self._consumers)
 
     def admit(self, generation: Generation, prompt: int, input_tokens: int, output_tokens: int, sequences: int) -> int:
         """Start prompt number `prompt` of `generation`; the key is for `cancel`."""
@@ -185,9 +195,14 @@ class Driver:
             self._model.cancel(key, time.monotonic_ns())
 
     def hold(self, *, held: bool) -> None:
-        """Begin no step while `held`."""
+        """Begin no step while `held`, and keep what the running one yields until then."""
         self._held = held
-        self._wake()
+        if not held and self._late is not None:
+            late, self._late = self._late, None
+            self._step_ns = time.monotonic_ns()
+            self._finish(late)
+        else:
+            self._wake()
 
     def _wake(self) -> None:
         if not self._stepping and not self._held:
@@ -208,6 +223,9 @@ class Driver:
             self._loop.call_soon(self._finish, step)
 
     def _finish(self, step: Step) -> None:
+        if self._held:
+            self._late = step
+            return
         for progress in step.progress:
             consumer = self._consumers.get(progress.key)
             if consumer is None:
@@ -279,7 +297,8 @@ class Engine:
                 raise RequestError(400, str(error)) from error
             self._driver.hold(held=self._levers.hold)
             (self._released.clear if self._levers.hold else self._released.set)()
-        return self._respond(200, orjson.dumps({**asdict(self._counters), **asdict(self._levers)}), {})
+        state = {**asdict(self._counters), "generating": self._driver.generating, **asdict(self._levers)}
+        return self._respond(200, orjson.dumps(state), {})
 
     async def _generate(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer a generation request and count how it ended, once."""
@@ -292,8 +311,11 @@ class Engine:
         except RequestError as error:
             counters.refused_total += 1
             return self._error(error, echo)
-        except (asyncio.CancelledError, ConnectionError):
+        except (asyncio.CancelledError, ConnectionError) as error:
             counters.cancelled_total += 1
+            raise asyncio.CancelledError from error
+        except Exception:
+            counters.refused_total += 1  # with a 500: even then the totals add up
             raise
         else:
             counters.completed_total += 1
@@ -360,15 +382,20 @@ class Engine:
 
 
 async def _read(request: web.BaseRequest, bytes_max: int) -> bytes:
-    """The body as it came over the wire; RequestError 413 above `bytes_max`."""
-    pieces: list[bytes] = []
-    size_bytes = 0
-    async for piece in request.content.iter_any():
-        pieces.append(piece)
-        size_bytes += len(piece)
-        if size_bytes > bytes_max:
-            raise RequestError(413, f"The body is over {bytes_max} bytes.")
-    return b"".join(pieces)
+    """The body as it came over the wire; RequestError 413 above `bytes_max`, 408 after BODY_S_MAX."""
+    too_large = RequestError(413, f"The body is over {bytes_max} bytes.")
+    if (request.content_length or 0) > bytes_max:
+        raise too_large
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_S_MAX):
+            async for piece in request.content.iter_any():
+                body += piece
+                if len(body) > bytes_max:
+                    raise too_large
+    except TimeoutError as error:
+        raise RequestError(408, f"The body took more than {BODY_S_MAX} s.") from error
+    return bytes(body)
 
 
 def _body_headers(request: web.BaseRequest, body: bytes) -> Headers:
@@ -389,8 +416,8 @@ def _outputs_tokens(http: web.BaseRequest, request: GenerationRequest) -> tuple[
     lever = http.headers.get(OUTPUT_HEADER)
     outputs_tokens = request.ceilings_tokens
     if lever is not None:
-        if not (lever.isascii() and lever.isdigit() and 0 < int(lever) <= OUTPUT_TOKENS_MAX):
-            raise RequestError(400, f"{OUTPUT_HEADER} must be from 1 to {OUTPUT_TOKENS_MAX}.")
+        if not (lever.isascii() and lever.isdigit() and len(lever) < 20 and int(lever)):
+            raise RequestError(400, f"{OUTPUT_HEADER} must be a positive integer.")
         outputs_tokens = tuple(min(int(lever), ceiling) for ceiling in request.ceilings_tokens)
     if request.sequences * sum(outputs_tokens) > OUTPUT_TOKENS_MAX:
         raise RequestError(400, f"This engine generates at most {OUTPUT_TOKENS_MAX} tokens for one request.")
