@@ -10,9 +10,8 @@ from envoy_data_plane.envoy.config.bootstrap import v3 as envoy_bootstrap
 
 from extproc.core.policy import Policy
 from extproc.envoy_config.addresses import Addresses, address
-from extproc.envoy_config.clusters import clusters
+from extproc.envoy_config.clusters import TOKENLANE_CLUSTER, clusters
 from extproc.envoy_config.listener import build_listener
-from extproc.envoy_config.names import TOKENLANE_CLUSTER
 
 
 def bootstrap(policy: Policy, addresses: Addresses) -> dict[str, Any]:

@@ -15,10 +15,13 @@ from envoy_data_plane.envoy.extensions.load_balancing_policies.override_host imp
 from envoy_data_plane.envoy.extensions.upstreams.http import v3 as upstreams
 from envoy_data_plane.google.protobuf import Any as ProtoAny
 
+from extproc.core.names import DESTINATION_HEADER, OWN_PREFIX
 from extproc.core.policy import Policy, Pool
 from extproc.envoy_config.addresses import address
-from extproc.envoy_config.names import DESTINATION_HEADER, OWN_PREFIX, TOKENLANE_CLUSTER
 from extproc.envoy_config.packing import extension, remove_prefix
+
+TOKENLANE_CLUSTER = "tokenlane"
+"""Cluster of the service. Each pool has its cluster under its own name."""
 
 CONNECT_TIMEOUT = timedelta(seconds=1)
 """Engines and the service are a hop away: longer means that nobody listens."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 from envoy_data_plane.envoy.config.common.mutation_rules import v3 as mutation_rules
 from envoy_data_plane.envoy.config.core import v3 as core
 from envoy_data_plane.envoy.config.listener import v3 as listener
@@ -11,9 +13,10 @@ from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager i
 from envoy_data_plane.envoy.extensions.http.early_header_mutation.header_mutation import v3 as early_header_mutation
 from envoy_data_plane.google.protobuf import Any as ProtoAny
 
+from extproc.core.names import DESTINATION_HEADER, METADATA_NAMESPACE, OWN_PREFIX
 from extproc.core.policy import Limits, Policy
 from extproc.envoy_config.addresses import address
-from extproc.envoy_config.names import DESTINATION_HEADER, METADATA_NAMESPACE, OWN_PREFIX, TOKENLANE_CLUSTER
+from extproc.envoy_config.clusters import TOKENLANE_CLUSTER
 from extproc.envoy_config.packing import duration, extension, remove, remove_prefix
 from extproc.envoy_config.replies import local_replies
 from extproc.envoy_config.routes import route_table
@@ -24,6 +27,11 @@ cap to reach the service, whose refusal says more than Envoy's."""
 
 CONNECTION_WINDOW_BYTES = 24 * 2**20
 """Envoy's default for all streams of a connection together; never below the window of one stream."""
+
+SERVICE_BACKOFF = core.BackoffStrategy(
+    base_interval=timedelta(milliseconds=10), max_interval=timedelta(milliseconds=50)
+)
+"""Between tries of a call to the service. Envoy's default of a second would hold every client while it is away."""
 
 ENGINE_PRIORITY_HEADERS = ("x-vllm-priority", "x-data-parallel-rank")
 """Headers by which a client would jump an engine's queue or choose its rank."""
@@ -102,7 +110,9 @@ def _ext_proc(limits: Limits) -> ext_proc.ExternalProcessor:
     return ext_proc.ExternalProcessor(
         grpc_service=core.GrpcService(
             envoy_grpc=core.GrpcServiceEnvoyGrpc(cluster_name=TOKENLANE_CLUSTER),
-            retry_policy=core.RetryPolicy(retry_on="connect-failure,reset", num_retries=2),
+            retry_policy=core.RetryPolicy(
+                retry_on="connect-failure,reset", num_retries=2, retry_back_off=SERVICE_BACKOFF
+            ),
         ),
         failure_mode_allow=True,  # the route table fails closed instead
         processing_mode=ext_proc.ProcessingMode(

@@ -18,9 +18,9 @@ from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager i
 from envoy_data_plane.envoy.type.matcher import v3 as matcher
 from envoy_data_plane.google.protobuf import Struct
 
+from extproc.core.names import LANE_HEADER, METADATA_NAMESPACE, METADATA_REASON, REASON_HEADER
 from extproc.core.rejection import LANE_UNKNOWN, RULES, Retry
 from extproc.core.values import Reason
-from extproc.envoy_config.names import LANE_HEADER, METADATA_NAMESPACE, METADATA_REASON, REASON_HEADER
 from extproc.envoy_config.packing import header
 
 REQUEST_ID = "%REQ(X-REQUEST-ID)%"

@@ -11,9 +11,9 @@ from envoy_data_plane.envoy.config.core import v3 as core
 from envoy_data_plane.envoy.config.route import v3 as route
 from envoy_data_plane.envoy.type.matcher import v3 as matcher
 
+from extproc.core.names import LANE_HEADER, METADATA_NAMESPACE, POOL_HEADER
 from extproc.core.policy import Limits, Policy
 from extproc.core.values import Lane, Reason
-from extproc.envoy_config.names import LANE_HEADER, METADATA_NAMESPACE, POOL_HEADER
 from extproc.envoy_config.packing import duration, header
 from extproc.envoy_config.replies import error_json, reply_headers
 
