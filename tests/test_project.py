@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 APACHE_2_SHA256 = "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30"
 LOCK_FILES = {"Pipfile.lock", "package-lock.json", "pdm.lock", "poetry.lock", "pylock.toml", "uv.lock", "yarn.lock"}
 REGISTRY_HOST = re.compile(r"\b(?:pypi\.(?:org|io)|[\w.-]*pythonhosted\.org|registry\.npm\w*\.\w+|deb\.debian\.org)\b")
-MACHINE_PATH = re.compile(r"(?<![\w.$)}/-])/(?:work/(?:main|shared)|root/|opt/(?:pypi|wheels)|home/\w+/)|file:///")
+MACHINE_PATH = re.compile(r"(?<![\w.$)}/-])/(?:builds|home/\w+|root|Users/\w+|work|workspace)/|file:///")
 IO_CALLS = {"__import__", "breakpoint", "input", "open", "print"}
 
 
@@ -132,15 +132,7 @@ def test_no_registry_or_machine_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "see pypi.org",
-        "https://files.pythonhosted.org/x",
-        "/root/x",
-        '"/work/main/a"',
-        "file:///opt/x",
-        "-f /opt/wheels",
-    ],
+    "text", ["see pypi.org", "https://files.pythonhosted.org/x", "/root/x", '"/home/a/b"', "file:///x"]
 )
 def test_registry_and_machine_patterns_find(text: str) -> None:
     """The patterns of the test above find what they are for."""
