@@ -227,7 +227,7 @@ class Stream:
                 return Done(), State.RUNNING if self.state is State.ADMITTED else self.state
             case PartArrived(part):
                 return PassPart(part), self.state
-            case Ended():
+            case _:
                 return self._ended(), State.ENDED
 
     def _head(self, head: RequestHead) -> tuple[Action, State]:

@@ -1,0 +1,51 @@
+"""Lane classification: by tokenized size, lowered by declared intent, never raised."""
+
+from __future__ import annotations
+
+import pytest
+
+from extproc.core.lanes import classify
+from extproc.core.values import Demand, Lane
+from tests.policies import policy
+
+
+def _demand(input_tokens: int, output_tokens: int, *, lowered: bool = False) -> Demand:
+    return Demand("m", (input_tokens,), output_tokens, output_tokens, 1, lowered)
+
+
+@pytest.mark.parametrize(
+    ("input_tokens", "output_tokens", "lowered", "expected"),
+    [
+        (4096, 1024, False, Lane.INTERACTIVE),
+        (4097, 1024, False, Lane.BULK),
+        (4096, 1025, False, Lane.BULK),
+        (1, 1, True, Lane.BULK),
+        (60_000, 4_000, False, Lane.BULK),
+        (60_001, 1, False, Lane.OVERFLOW),
+        (60_000, 4_001, False, Lane.OVERFLOW),
+    ],
+)
+def test_boundaries(input_tokens: int, output_tokens: int, lowered: bool, expected: Lane) -> None:
+    """The limits of a lane are inclusive, and intent lowers."""
+    assert expected == classify(_demand(input_tokens, output_tokens, lowered=lowered), policy().models["m"])
+
+
+def test_all_prompts_and_sequences_count() -> None:
+    """A list of prompts is classified by the sum of its inputs, several sequences by the sum of their ceilings."""
+    model = policy().models["m"]
+    many = Demand("m", (2000, 2000, 97), 1, 3, 3)
+    sequences = Demand("m", (10,), 513, 1026, 2)
+
+    assert (Lane.BULK, Lane.BULK) == (classify(many, model), classify(sequences, model))
+
+
+def test_without_bulk_intent_has_nothing_to_lower_to() -> None:
+    """A model with one lane serves what fits it there, whatever the client declares."""
+    interactive = policy(model={"lanes": {"interactive": {"pool": "chat"}}}).models["m"]
+    bulk = policy(
+        model={"lanes": {"bulk": {"pool": "docs", "input_tokens_max": 60_000, "total_tokens_max": 64_000}}}
+    ).models["m"]
+
+    assert Lane.INTERACTIVE == classify(_demand(1, 1, lowered=True), interactive)
+    assert Lane.OVERFLOW == classify(_demand(5000, 1), interactive)
+    assert Lane.BULK == classify(_demand(1, 1), bulk)

@@ -1,0 +1,217 @@
+"""The sans-IO stream: the table is total, illegal steps change nothing, and every reservation ends once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extproc.core.admission import Desk
+from extproc.core.policy import Endpoint
+from extproc.core.stream import (
+    TRANSITIONS,
+    Action,
+    BodyArrived,
+    Continue,
+    Count,
+    Counted,
+    Done,
+    Ended,
+    Event,
+    Faulted,
+    HeadArrived,
+    Part,
+    PartArrived,
+    Pass,
+    PassPart,
+    Refuse,
+    Route,
+    State,
+    Stream,
+    StreamError,
+    Written,
+)
+from extproc.core.values import Bypass, Demand, Ending, Fault, Reason, RequestHead
+from tests.policies import policy
+
+BODY = b'{"prompt": 1}'
+HEAD = HeadArrived(RequestHead("POST", "/v1/completions", end_of_stream=False, content_type="application/json"))
+MODELS = HeadArrived(RequestHead("GET", "/v1/models", end_of_stream=True))
+UNKNOWN = HeadArrived(RequestHead("GET", "/", end_of_stream=True))
+COUNTED = Counted(Demand("m", (100,), 20, 20, 1), body=b"{}")
+TOO_MUCH = Counted(Demand("m", (60_001,), 20, 20, 1), body=None)
+FAULTED = Faulted(Fault(Reason.MALFORMED_REQUEST, "no"))
+TRAILERS = PartArrived(Part.RESPONSE_TRAILERS)
+EVENTS: tuple[Event, ...] = (
+    HEAD,
+    MODELS,
+    UNKNOWN,
+    BodyArrived(BODY),
+    BodyArrived(b"x" * 200),
+    COUNTED,
+    TOO_MUCH,
+    FAULTED,
+    Written(),
+    TRAILERS,
+    Ended(),
+)
+
+
+def _desk() -> Desk:
+    desk = Desk(
+        policy(limits={"body_bytes_max": 150}, bypass=[{"path": "/v1/models", "pool": "chat"}]),
+        "i",
+    )
+    for name in desk.ledger.accounts:
+        desk.set_ready(name, ready=True)
+    return desk
+
+
+def _drive(desk: Desk, *events: Event) -> tuple[Stream, Action]:
+    stream = Stream(desk)
+    action: Action = Done()
+    for event in events:
+        action = stream.receive(event, 0)
+    return stream, action
+
+
+ADMITTED = (HEAD, Written(), BodyArrived(BODY), COUNTED)
+
+
+def test_admitted_request() -> None:
+    """Headers, body, count, admission, trailers, end: each is answered once, and the end settles."""
+    desk = _desk()
+    stream = Stream(desk)
+    assert Continue() == stream.receive(HEAD, 0)
+    stream.receive(Written(), 0)
+    assert Count(Endpoint.COMPLETIONS, BODY, lowered=False) == stream.receive(BodyArrived(BODY), 0)
+    assert len(BODY) == desk.intake_bytes
+    route = stream.receive(COUNTED, 5)
+    assert isinstance(route, Route)
+    assert (b"{}", 120, 5) == (
+        route.body,
+        route.admit.reservation.reserve_tokens,
+        route.admit.reservation.admitted_ns,
+    )
+    assert (0, 120) == (desk.intake_bytes, desk.ledger.accounts["chat-0"].active_tokens)
+    stream.receive(Written(), 0)
+    assert PassPart(Part.RESPONSE_TRAILERS) == stream.receive(TRAILERS, 0)
+    stream.receive(Written(), 0)
+    assert Done(Ending.SETTLED) == stream.receive(Ended(), 0)
+    assert (0, 0) == (desk.streams, desk.ledger.accounts["chat-0"].active_tokens)
+
+
+@pytest.mark.parametrize(
+    ("events", "expected"),
+    [
+        ((HEAD,), None),
+        ((HEAD, Written()), None),
+        ((HEAD, BodyArrived(BODY)), None),
+        (ADMITTED, Ending.RELEASED),
+        ((*ADMITTED, Written()), Ending.SETTLED),
+        ((HEAD, BodyArrived(BODY), TOO_MUCH), None),
+        ((HEAD, BodyArrived(BODY), FAULTED, Written()), None),
+        ((MODELS, Written(), TRAILERS), None),
+        ((UNKNOWN, Written()), None),
+    ],
+)
+def test_end_in_each_phase(events: tuple[Event, ...], expected: Ending | None) -> None:
+    """Whatever phase a stream ends in, nothing stays behind, and only an admission has an ending."""
+    desk = _desk()
+    stream, _ = _drive(desk, *events)
+
+    assert Done(expected) == stream.receive(Ended(), 0)
+    assert (0, 0, 0) == (desk.streams, desk.intake_bytes, len(desk.ledger.open))
+
+
+def test_expired_reservation_has_no_second_ending() -> None:
+    """A stream whose reservation expired ends without naming an ending."""
+    desk = _desk()
+    stream, _ = _drive(desk, *ADMITTED, Written())
+    desk.expire(10**15)
+
+    assert Done(None) == stream.receive(Ended(), 0)
+
+
+@pytest.mark.parametrize(
+    ("events", "reason"),
+    [
+        ((UNKNOWN,), Reason.UNKNOWN_ENDPOINT),
+        ((HEAD, BodyArrived(b"x" * 200)), Reason.BODY_TOO_LARGE),
+        ((HEAD, BodyArrived(BODY), FAULTED), Reason.MALFORMED_REQUEST),
+        ((HEAD, BodyArrived(BODY), TOO_MUCH), Reason.CONTEXT_LIMIT),
+    ],
+)
+def test_refusals(events: tuple[Event, ...], reason: Reason) -> None:
+    """A refusal reserves nothing and frees the intake at once."""
+    desk = _desk()
+    _, action = _drive(desk, *events)
+
+    assert isinstance(action, Refuse)
+    assert (reason, 0, {}) == (action.reject.reason, desk.intake_bytes, dict(desk.ledger.open))
+
+
+def test_bypass() -> None:
+    """A request without tokens passes to its pool."""
+    assert Pass(Bypass("chat")) == _drive(_desk(), MODELS)[1]
+
+
+def test_table_is_total() -> None:
+    """Every state is in the table, every state but the last can end, and every target is a state of the table."""
+    assert set(State) == set(TRANSITIONS)
+    for state, row in TRANSITIONS.items():
+        assert (Ended in row) is (state is not State.ENDED)
+        assert all(target in TRANSITIONS for targets in row.values() for target in targets)
+
+
+REACH: dict[State, tuple[Event, ...]] = {
+    State.HEAD: (),
+    State.BODY: (HEAD,),
+    State.COUNTING: (HEAD, BodyArrived(BODY)),
+    State.ADMITTED: ADMITTED,
+    State.RUNNING: (*ADMITTED, Written()),
+    State.PASSED: (MODELS,),
+    State.REFUSED: (UNKNOWN,),
+    State.ENDED: (Ended(),),
+}
+
+
+@pytest.mark.parametrize("state", State)
+@pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
+def test_each_event_in_each_state(state: State, event: Event) -> None:
+    """An event leads where the table says, and one that the table does not list raises and changes nothing."""
+    desk = _desk()
+    stream, _ = _drive(desk, *REACH[state])
+    assert state is stream.state
+    before = (desk.streams, desk.intake_bytes, dict(desk.ledger.open))
+    targets = TRANSITIONS[state].get(type(event))
+    if targets is None:
+        with pytest.raises(StreamError, match=f"{type(event).__name__} is not allowed in {state.name}"):
+            stream.receive(event, 0)
+        assert (state, before) == (stream.state, (desk.streams, desk.intake_bytes, dict(desk.ledger.open)))
+    else:
+        stream.receive(event, 0)
+        assert stream.state in targets
+
+
+@given(st.lists(st.lists(st.sampled_from(EVENTS), max_size=12), max_size=8))
+def test_any_events_leave_nothing_behind(streams: list[list[Event]]) -> None:
+    """Whatever events come, once all streams have ended the desk holds nothing."""
+    desk = _desk()
+
+    def feed(stream: Stream) -> Callable[[Event], None]:
+        def step(event: Event) -> None:
+            if type(event) in TRANSITIONS[stream.state]:
+                stream.receive(event, 0)
+
+        return step
+
+    for events in streams:
+        step = feed(Stream(desk))
+        for event in [*events, Ended()]:
+            step(event)
+
+    assert (0, 0, {}) == (desk.streams, desk.intake_bytes, dict(desk.ledger.open))
+    assert {0} == {account.active_tokens for account in desk.ledger.accounts.values()}
