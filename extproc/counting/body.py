@@ -1,0 +1,71 @@
+"""Request bodies as JSON: read as the engine reads them, and changed in one field only.
+
+The engine runs `json.loads`: the last of duplicate keys wins, NaN is a number, integers have no bound. orjson is
+several times faster and differs in few places, so it goes first, and `json` is asked wherever their answers could
+differ. UTF-16 and UTF-32, which `json.loads` would detect, are refused: JSON between systems is UTF-8 (RFC 8259 §8.1).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+import orjson
+
+from extproc.counting.fields import deeper_than, malformed
+
+JSON_DEPTH_MAX = 256
+"""Twice what serde_json reads, and a quarter of the interpreter's recursion limit, so that neither the parser, a
+template's `tojson` nor the re-serialiser can meet that limit. Schemas in use nest some tens of levels."""
+
+_LONG_INTEGER = re.compile(rb"[0-9]{19}")  # the shortest integers that orjson may read as floats
+_RENDERED_VALUES = (b'"tools"', b'"chat_template_kwargs"', b'"arguments"')
+
+
+def parse(body: bytes) -> dict[str, object]:
+    """The JSON object in `body` as the engine sees it; Fault(MALFORMED_REQUEST) for anything else."""
+    try:
+        document = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        document = _loads(body)
+    else:
+        if _numbers_may_differ(body):
+            document = _loads(body)
+    if not isinstance(document, dict):
+        raise malformed("the request body must be a JSON object")
+    if body.count(b"[") + body.count(b"{") > JSON_DEPTH_MAX and deeper_than(document, JSON_DEPTH_MAX):
+        raise malformed(f"the request body nests deeper than {JSON_DEPTH_MAX} levels")
+    return document
+
+
+def _numbers_may_differ(body: bytes) -> bool:
+    """Whether a template could print a number that orjson reads otherwise than `json`."""
+    if not any(key in body for key in _RENDERED_VALUES) and b"\\u" not in body:
+        return False
+    return _LONG_INTEGER.search(body) is not None
+
+
+def _loads(body: bytes) -> object:
+    try:
+        document = json.loads(body.decode("utf-8-sig"))
+        json.dumps(document, ensure_ascii=False).encode()
+    except UnicodeError:
+        raise malformed("the request body holds text that is not valid Unicode in UTF-8") from None
+    except RecursionError:
+        raise malformed(f"the request body nests deeper than {JSON_DEPTH_MAX} levels") from None
+    except ValueError:
+        raise malformed("the request body is not valid JSON") from None
+    return document
+
+
+def append_field(body: bytes, name: str, number: int) -> bytes:
+    """`body` with one more field at its end. The object must not be empty and must not have the field yet."""
+    end = body.rindex(b"}")
+    return b'%b,"%b":%d%b' % (body[:end], name.encode(), number, body[end:])
+
+
+def replace_field(body: bytes, name: str, number: int) -> bytes:
+    """`body` serialised again with field `name` set to `number`; everything else keeps its value in `json.loads`."""
+    document = json.loads(body.decode("utf-8-sig"))
+    document[name] = number
+    return json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()

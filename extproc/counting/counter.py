@@ -1,0 +1,216 @@
+"""From a request body to a Demand, in two steps: `read` is cheap and says no early, `count` tokenizes.
+
+`read` goes from cheap to dear: JSON, fields, ceiling arithmetic, rendering, and a lower bound of the tokens by the
+bytes of the prompt. Only then is a text handed to the tokenizer, in a small fixed pool of threads, because a large
+text takes tens of milliseconds. How many bytes may wait for that pool is bounded by the caller.
+
+An output ceiling the client left open, or that was clamped, is written into the body, so that the engine runs what
+was reserved.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import jinja2
+
+from extproc.core.ceiling import Ceiling, run
+from extproc.core.policy import Endpoint, Model, Policy
+from extproc.core.values import Demand, Fault, Reason
+from extproc.counting import vllm
+from extproc.counting.body import append_field, parse, replace_field
+from extproc.counting.fields import malformed
+from extproc.counting.template import ChatTemplate
+from extproc.counting.tokenizer import Loaded, TokenizerError, load
+
+_ALL_TOKENS = 2**63
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A checked request whose tokens are not counted yet.
+
+    `input_tokens_min` <= input <= `input_tokens_max`, and the run ceilings sum to `output_tokens_min` or more.
+    """
+
+    model: Model
+    input_tokens_min: int
+    input_tokens_max: int
+    output_tokens_min: int
+    body: bytes
+    request: vllm.Request
+    ceiling: Ceiling
+    prompts: vllm.Prompts
+    kept_tokens: int
+    lowered: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """A request as the engine will run it. `body` replaces the client's; None: forward it unchanged."""
+
+    demand: Demand
+    body: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    loaded: Loaded
+    templates: dict[str, ChatTemplate]
+
+
+class Counter:
+    """Counts requests for the models of one policy.
+
+    Raises TokenizerError where a model's tokenizer or template cannot be used.
+    """
+
+    def __init__(self, policy: Policy, *, threads: int = 2) -> None:
+        self._policy = policy
+        by_directory = {model.tokenizer_dir: _prepare(Path(model.tokenizer_dir)) for model in policy.models.values()}
+        self._prepared = {model.name: by_directory[model.tokenizer_dir] for model in policy.models.values()}
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tokenizer")
+
+    def read(self, endpoint: Endpoint, body: bytes, *, lowered: bool = False) -> Draft:
+        """Check `body` and bound its tokens; Fault says what the engine or the model's context would refuse."""
+        document = parse(body)
+        model = self._model(document.get("model"))
+        prepared = self._prepared[model.name]
+        default_tokens = model.default_ceiling_tokens
+        if endpoint is Endpoint.CHAT_COMPLETIONS:
+            request = vllm.read_chat(document, prepared.templates)
+        else:
+            request = vllm.read_completion(document, prepared.loaded.token_id_max)
+            default_tokens = vllm.COMPLETION_DEFAULT_TOKENS
+        ceiling = Ceiling(
+            request.ceiling_field,
+            request.asked_tokens,
+            default_tokens,
+            model.context_tokens_max,
+            model.over_context,
+        )
+        ceiling.check()
+        kept_tokens = _kept_tokens(request, model)
+        prompts = request.prompts()
+        low, high = _bounds(prompts, prepared.loaded, kept_tokens)
+        for tokens in low:
+            ceiling.check_input(tokens, exact=bool(prompts.lengths))
+        return Draft(
+            model=model,
+            input_tokens_min=sum(low),
+            input_tokens_max=sum(high),
+            output_tokens_min=sum(map(ceiling.run_tokens, high)) * request.sequences_per_prompt,
+            body=body,
+            request=request,
+            ceiling=ceiling,
+            prompts=prompts,
+            kept_tokens=kept_tokens,
+            lowered=lowered or document.get("service_tier") == "flex",
+        )
+
+    async def count(self, draft: Draft) -> Counted:
+        """Count exactly, off the event loop; Fault where the exact count does not fit."""
+        if not draft.prompts.texts:
+            return self.count_now(draft)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self.count_now, draft)
+
+    def count_now(self, draft: Draft) -> Counted:
+        """Count exactly, in this thread; Fault where the exact count does not fit."""
+        prompts = draft.prompts
+        tokens: Sequence[int] = prompts.lengths
+        if prompts.texts:
+            backend = self._prepared[draft.model.name].loaded.backend
+            tokens = backend.count_batch(prompts.texts, add_special_tokens=prompts.add_special_tokens)
+        tokens = tuple(min(count, draft.kept_tokens) for count in tokens)
+        if not all(tokens):
+            raise malformed("a prompt without a single token cannot run", "prompt")
+        ran = run(draft.ceiling, tokens, draft.request.sequences_per_prompt)
+        least = draft.ceiling.run_tokens(max(tokens))
+        if draft.request.min_tokens > least:
+            raise malformed(f"min_tokens is above the output ceiling, which is {least} here", "min_tokens")
+        demand = Demand(
+            model=draft.model.name,
+            prompts_tokens=tokens,
+            max_output_tokens=ran.max_output_tokens,
+            output_tokens=ran.output_tokens,
+            sequences=len(tokens) * draft.request.sequences_per_prompt,
+            lowered=draft.lowered,
+        )
+        return Counted(demand, _written(draft, ran.max_output_tokens))
+
+    def close(self) -> None:
+        """Stop the threads; texts that wait for one are dropped."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _model(self, name: object) -> Model:
+        if name is None or name == "":
+            name = self._policy.default_model
+            if name is None:
+                raise malformed("model is missing", "model")
+        if not isinstance(name, str):
+            raise malformed("model must be a string", "model")
+        model = self._policy.model(name)
+        if model is None:
+            raise Fault(Reason.UNKNOWN_MODEL, "there is no such model here", param="model")
+        return model
+
+
+def _prepare(directory: Path) -> _Prepared:
+    loaded = load(directory)
+    try:
+        templates = {name: ChatTemplate(source, loaded.special_tokens) for name, source in loaded.templates.items()}
+    except jinja2.TemplateError as error:
+        raise TokenizerError(f"{directory}: the chat template does not compile: {error}") from error
+    return _Prepared(loaded, templates)
+
+
+def _bounds(prompts: vllm.Prompts, loaded: Loaded, kept_tokens: int) -> tuple[list[int], list[int]]:
+    """Fewest and most tokens of each prompt; equal where ids were given."""
+    low, high = list(prompts.lengths), list(prompts.lengths)
+    for text in prompts.texts:
+        ascii_only = text.isascii()
+        text_bytes = len(text) if ascii_only else _utf8_bytes(text)
+        low.append(loaded.bounds.lower_tokens(text_bytes, ascii_only=ascii_only))
+        high.append(
+            loaded.bounds.upper_tokens(text_bytes, ascii_only=ascii_only, add_special_tokens=prompts.add_special_tokens)
+        )
+    return [min(tokens, kept_tokens) for tokens in low], [min(tokens, kept_tokens) for tokens in high]
+
+
+def _utf8_bytes(text: str) -> int:
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError:
+        # Escapes inside the arguments of a tool call can decode to half a character; no tokenizer takes it.
+        raise malformed("the prompt holds text that is not valid Unicode", "messages") from None
+
+
+def _kept_tokens(request: vllm.Request, model: Model) -> int:
+    """Tokens of a prompt that survive `truncate_prompt_tokens`; more than any prompt has where it is not used.
+
+    -1 keeps what fits: all the context but the asked ceiling, or but one token.
+    """
+    keep = request.truncate_tokens
+    if keep is None:
+        return _ALL_TOKENS
+    if keep < 0:
+        return max(1, model.context_tokens_max - (request.asked_tokens or 1))
+    if keep > model.context_tokens_max:
+        raise malformed("truncate_prompt_tokens is above the model's context", "truncate_prompt_tokens")
+    return keep
+
+
+def _written(draft: Draft, max_output_tokens: int) -> bytes | None:
+    """The body with `max_output_tokens` as its effective ceiling; None where it is that already.
+
+    Several prompts share one field: it holds the largest of their ceilings, and the engine clamps each by itself.
+    """
+    request = draft.request
+    if request.asked_tokens is not None and request.asked_tokens <= max_output_tokens:
+        return None
+    change = append_field if request.written_is_new else replace_field
+    return change(draft.body, request.written_field, max_output_tokens)

@@ -1,0 +1,192 @@
+"""Chat templates, rendered as transformers renders them for an engine.
+
+The environment is transformers': sandboxed, `trim_blocks`, `lstrip_blocks`, loop controls, a `tojson` that escapes
+nothing, `raise_exception` and `strftime_now`. Templates come from the model directory and are trusted; what they
+render is a client's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.meta
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from extproc.counting.fields import malformed
+
+RENDERED_CHARS_MAX = 64 * 2**20
+"""Longest rendered prompt. Templates repeat little of their input, so this is far above what any body within the
+largest body limit renders to in a context that exists; it keeps one request from holding the tokenizer for minutes."""
+
+_CONTINUE_MARK = "TOKENLANE_FINAL_MESSAGE_END "
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """What a template prints. `variables` are the request's own; a template sees those that it names."""
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None
+    documents: object
+    add_generation_prompt: bool
+    continue_final_message: bool
+    variables: Mapping[str, object]
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}` marks assistant text for training; for rendering it is transparent."""
+
+    tags = {"generation"}  # noqa: RUF012 (the attribute as jinja2 declares it)
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body, lineno=line)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)  # noqa: DTZ005 (local time, as the engine's own template function)
+
+
+def _tojson(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+class ChatTemplate:
+    """One compiled template.
+
+    `parts_as_list`: the template loops over the parts of a message's content, so content reaches it as a list.
+    `variables`: the names a request may set; others never reach the template.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        environment = _environment()
+        tree = environment.parse(source)
+        self._template = environment.from_string(source)
+        self._special_tokens = special_tokens
+        self.variables = frozenset(jinja2.meta.find_undeclared_variables(tree))
+        self.parts_as_list = _loops_over_content(tree)
+        self.knows_developer = "developer" in source
+
+    def render(self, chat: Chat) -> str:
+        """The prompt; Fault(MALFORMED_REQUEST) for whatever the template or its expressions refuse."""
+        messages, ending = _with_mark(chat.messages) if chat.continue_final_message else (chat.messages, "")
+        own = {key: value for key, value in chat.variables.items() if key in self.variables}
+        context = {
+            **self._special_tokens,
+            **own,
+            "messages": messages,
+            "tools": chat.tools,
+            "documents": chat.documents,
+            "add_generation_prompt": chat.add_generation_prompt,
+        }
+        try:
+            text = self._template.render(context)
+        except Exception as error:  # a template is code: what it raises says that the engine would raise too
+            raise malformed("the model's chat template cannot render these messages", "messages") from error
+        if len(text) > RENDERED_CHARS_MAX:
+            raise malformed("the rendered prompt is too large", "messages")
+        return _cut_at_mark(text, ending) if chat.continue_final_message else text
+
+
+def _with_mark(messages: list[Message]) -> tuple[list[Message], str]:
+    """`messages` with a mark after the last message's text, and that text."""
+    last = messages[-1]
+    content = last["content"]
+    if isinstance(content, str):
+        return [*messages[:-1], {**last, "content": content + _CONTINUE_MARK}], content
+    for index in range(len(content) - 1, -1, -1):
+        if "text" in content[index]:
+            text = content[index]["text"]
+            marked = [*content[:index], {**content[index], "text": text + _CONTINUE_MARK}, *content[index + 1 :]]
+            return [*messages[:-1], {**last, "content": marked}], text
+    raise malformed("continue_final_message needs a final message with text", "continue_final_message")
+
+
+def _cut_at_mark(text: str, ending: str) -> str:
+    """The prompt up to the mark; spaces before it go where the template strips them from messages."""
+    mark = _CONTINUE_MARK.strip()
+    if mark not in text or ending.strip() not in text:
+        raise malformed("the chat template does not print the final message", "continue_final_message")
+    at = text.rindex(mark)
+    kept = text.startswith(_CONTINUE_MARK, at)
+    return text[:at] if kept else text[:at].rstrip()
+
+
+def _loops_over_content(tree: jinja2.nodes.Template) -> bool:
+    """Whether some loop runs over `message.content` of a loop over `messages`: vLLM's rule for the "openai" format."""
+    lists = _names_assigned_from(tree, "messages")
+    loops = list(tree.find_all(jinja2.nodes.For))
+    items = {
+        loop.target.name
+        for loop in loops
+        if isinstance(loop.target, jinja2.nodes.Name) and any(_reads(loop.iter, name) for name in lists)
+    }
+    return any(_reads(loop.iter, name, "content") for loop in loops for name in items)
+
+
+def _names_assigned_from(tree: jinja2.nodes.Template, name: str) -> set[str]:
+    """`name` and every variable set to it or to a slice or filter of it, transitively."""
+    names = {name}
+    while True:
+        found = {
+            node.target.name
+            for node in tree.find_all(jinja2.nodes.Assign)
+            if isinstance(node.target, jinja2.nodes.Name) and any(_reads(node.node, known) for known in names)
+        }
+        if found <= names:
+            return names
+        names |= found
+
+
+def _reads(node: jinja2.nodes.Node | None, name: str, key: str | None = None) -> bool:
+    """Whether `node` is the variable `name`, or its element `key`, under any slices, filters and tests."""
+    for inner in _unwrapped(node):
+        node = inner
+    if key is not None:
+        if isinstance(node, jinja2.nodes.Getitem):
+            matches = isinstance(node.arg, jinja2.nodes.Const) and node.arg.value == key
+        else:
+            matches = isinstance(node, jinja2.nodes.Getattr) and node.attr == key
+        if not matches:
+            return False
+        node = node.node  # type: ignore[union-attr]
+    return isinstance(node, jinja2.nodes.Name) and node.ctx == "load" and node.name == name
+
+
+def _unwrapped(node: jinja2.nodes.Node | None) -> Iterator[jinja2.nodes.Node | None]:
+    while isinstance(node, jinja2.nodes.Filter | jinja2.nodes.Test) or (
+        isinstance(node, jinja2.nodes.Getitem) and isinstance(node.arg, jinja2.nodes.Slice)
+    ):
+        node = node.node
+        yield node

@@ -1,0 +1,205 @@
+"""A model directory's tokenizer: exact counts off the interpreter lock, and byte bounds without tokenizing.
+
+`tokenizer.json` (or `tokenizer.json.xz`) is what engines load for a served model. Counts go through
+`encode_batch_fast`, which releases the GIL; `encode` would hold it for the whole text. A loaded tokenizer is never
+changed: truncation or padding set on a shared one fails concurrent calls.
+"""
+
+from __future__ import annotations
+
+import json
+import lzma
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import tokenizers
+
+_NORMALIZED_BYTES_RATIO = {"NFC": 3, "NFD": 3, "NFKC": 11, "NFKD": 11, "Replace": 1, "Prepend": 1}
+"""How many times longer UTF-8 text can become under a normalizer (Unicode FAQ on normalization, table of maximum
+expansion factors). `Replace` and `Prepend` write a word marker, which is one token however many bytes it has."""
+
+_LOSSLESS_PRE_TOKENIZERS = frozenset({"ByteLevel", "Digits", "Metaspace", "Punctuation", "Split"})
+"""Pre-tokenizers that drop no text, so that tokens cover all of it."""
+
+
+class TokenizerError(Exception):
+    """A tokenizer directory cannot be used; the message is a sentence for an operator."""
+
+
+class Backend(Protocol):
+    """Counts tokens of texts; blocking, and safe to call from several threads."""
+
+    def count_batch(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[int]:
+        """Tokens of each text."""
+        ...
+
+
+class HfBackend:
+    """Hugging Face `tokenizers`."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def count_batch(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[int]:
+        """Tokens of each text."""
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        return [len(encoding) for encoding in encodings]
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What the byte length of a text says about its token count.
+
+    `token_bytes_max` is the longest text that one token can stand for; None where nothing bounds it.
+    `special_tokens` are those that the post-processor adds to a text.
+    """
+
+    token_bytes_max: int | None
+    normalized_bytes_ratio: int
+    special_tokens: int
+
+    def lower_tokens(self, text_bytes: int, *, ascii_only: bool) -> int:
+        """No fewer tokens than this."""
+        if self.token_bytes_max is None or text_bytes == 0:
+            return 0
+        ratio = 1 if ascii_only else self.normalized_bytes_ratio
+        return -(-text_bytes // (self.token_bytes_max * ratio))
+
+    def upper_tokens(self, text_bytes: int, *, ascii_only: bool, add_special_tokens: bool) -> int:
+        """No more tokens than this: one per byte, after normalization."""
+        ratio = 1 if ascii_only else self.normalized_bytes_ratio
+        return ratio * text_bytes + 1 + (self.special_tokens if add_special_tokens else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A tokenizer directory in memory.
+
+    `token_id_max` is the largest id the engine takes in a prompt of ids. `special_tokens` maps `bos_token` and the
+    like to their text. `templates` holds chat templates by name; empty where the model has none.
+    """
+
+    backend: Backend
+    bounds: Bounds
+    token_id_max: int
+    special_tokens: dict[str, str]
+    templates: dict[str, str]
+
+
+def load(directory: Path) -> Loaded:
+    """Read tokenizer, configuration and chat template; TokenizerError says what is missing or unusable."""
+    tokenizer = _load_tokenizer(directory)
+    config = _read_json(directory / "tokenizer_config.json", required=True)
+    model_config = _read_json(directory / "config.json", required=False)
+    if model_config.get("model_type") == "gpt_oss":
+        raise TokenizerError(
+            f"{directory}: vLLM renders gpt_oss chats with Harmony, not with a template; not supported"
+        )
+    vocab_size = model_config.get("vocab_size")
+    return Loaded(
+        backend=HfBackend(tokenizer),
+        bounds=_bounds(tokenizer),
+        token_id_max=max(tokenizer.get_vocab_size(), vocab_size if isinstance(vocab_size, int) else 0) - 1,
+        special_tokens=dict(_special_tokens(config)),
+        templates=_templates(directory, config),
+    )
+
+
+def context_tokens(directory: Path) -> int | None:
+    """The context that a model directory states; None where it states none.
+
+    `model_max_length` of tokenizer_config.json, else `max_position_embeddings` of config.json.
+    """
+    found = (
+        _read_json(directory / "tokenizer_config.json", required=True).get("model_max_length"),
+        _read_json(directory / "config.json", required=False).get("max_position_embeddings"),
+    )
+    # Tokenizers without a limit state 1e30, which is no context.
+    return next((number for number in found if isinstance(number, int) and 0 < number <= 2**31), None)
+
+
+def _load_tokenizer(directory: Path) -> tokenizers.Tokenizer:
+    plain, packed = directory / "tokenizer.json", directory / "tokenizer.json.xz"
+    try:
+        data = plain.read_bytes() if plain.exists() else lzma.decompress(packed.read_bytes())
+    except (OSError, lzma.LZMAError) as error:
+        raise TokenizerError(f"{directory}: tokenizer.json or tokenizer.json.xz cannot be read: {error}") from error
+    try:
+        return tokenizers.Tokenizer.from_buffer(data)
+    except Exception as error:  # the library raises plain Exception
+        raise TokenizerError(f"{directory}: tokenizer.json is not a tokenizer this version reads: {error}") from error
+
+
+def _read_json(path: Path, *, required: bool) -> dict[str, Any]:
+    if not required and not path.exists():
+        return {}
+    try:
+        document = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise TokenizerError(f"{path} cannot be read: {error}") from error
+    if not isinstance(document, dict):
+        raise TokenizerError(f"{path} does not hold a JSON object")
+    return document
+
+
+def _special_tokens(config: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Special tokens as the template sees them: text, or an AddedToken written as an object with `content`."""
+    for name, value in config.items():
+        if name.endswith("_token"):
+            text = value.get("content") if isinstance(value, dict) else value
+            if isinstance(text, str):
+                yield name, text
+
+
+def _templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:
+    path = directory / "chat_template.jinja"
+    if path.exists():
+        return {"default": path.read_text(encoding="utf-8")}
+    stated = config.get("chat_template")
+    if isinstance(stated, str):
+        return {"default": stated}
+    if isinstance(stated, list):
+        return {str(entry["name"]): str(entry["template"]) for entry in stated}
+    return {}
+
+
+def _bounds(tokenizer: tokenizers.Tokenizer) -> Bounds:
+    normalizers = [part["type"] for part in _parts(tokenizer.normalizer, "normalizers")]
+    pre_tokenizers = [part["type"] for part in _parts(tokenizer.pre_tokenizer, "pretokenizers")]
+    unknown = [name for name in normalizers if name not in _NORMALIZED_BYTES_RATIO]
+    if unknown:
+        raise TokenizerError(
+            f"how long text becomes under the normalizer {unknown[0]} is not known, so counts have no bound"
+        )
+    ratio = 1
+    for name in normalizers:
+        ratio *= _NORMALIZED_BYTES_RATIO[name]
+    byte_level = "ByteLevel" in pre_tokenizers
+    lossless = _LOSSLESS_PRE_TOKENIZERS.issuperset(pre_tokenizers) and (
+        byte_level or getattr(tokenizer.model, "byte_fallback", False)
+    )
+    return Bounds(
+        token_bytes_max=_token_bytes_max(tokenizer, byte_level=byte_level) if lossless else None,
+        normalized_bytes_ratio=ratio,
+        special_tokens=len(tokenizer.encode_batch_fast([""], add_special_tokens=True)[0]),
+    )
+
+
+def _parts(component: Any, key: str) -> list[dict[str, Any]]:  # noqa: ANN401 (two unrelated library classes)
+    """The steps of a normalizer or pre-tokenizer, from the JSON it pickles as."""
+    if component is None:
+        return []
+    state = json.loads(component.__getstate__())
+    return list(state[key]) if state["type"] == "Sequence" else [state]
+
+
+def _token_bytes_max(tokenizer: tokenizers.Tokenizer, *, byte_level: bool) -> int | None:
+    """Bytes of the longest token. A byte-level vocabulary writes each byte as one character."""
+    added = tokenizer.get_added_tokens_decoder().values()
+    if any(token.lstrip or token.rstrip for token in added):
+        return None  # such a token swallows any run of spaces beside it
+    vocabulary = tokenizer.get_vocab(with_added_tokens=False)
+    learned = max(map(len, vocabulary) if byte_level else (len(token.encode()) for token in vocabulary), default=1)
+    return max([learned, *(len(token.content.encode()) for token in added)])
