@@ -79,7 +79,7 @@ def ledger_page(desk: Desk, now_ns: int) -> dict[str, object]:
                 "guard_tokens": account.replica.guard_tokens,
                 "reserved_tokens": account.active_tokens,
                 "available_tokens": account.available_tokens,
-                "waiting_tokens": account.waiting_tokens,
+                "waiting_tokens": {lane.value: tokens for lane, tokens in account.waiting_tokens.items()},
                 "active_requests": account.active_requests,
                 "requests_max": account.replica.requests_max,
             }
