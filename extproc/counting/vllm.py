@@ -8,6 +8,7 @@ which re-reads the prompt at every step, so that no reservation bounds its prefi
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -110,8 +111,8 @@ class Request:
 
 
 def _stop(name: str, value: object) -> None:
-    stops = [value] if isinstance(value, str) else list_of(as_str)(name, value)
-    if not isinstance(stops, list) or len(stops) > STOP_STRINGS_MAX:
+    stops = [value] if isinstance(value, str) else [as_str(name, item) for item in as_list(name, value)]
+    if len(stops) > STOP_STRINGS_MAX:
         raise malformed(f"{name} holds at most {STOP_STRINGS_MAX} strings", name)
     if "" in stops:
         raise malformed(f"{name} cannot hold an empty string", name)
@@ -190,6 +191,7 @@ _COMMON: Mapping[str, Check] = {
     "return_token_ids": nullable(as_bool),
     "return_tokens_as_token_ids": nullable(as_bool),
     "seed": nullable(_INT64),
+    "service_tier": nullable(as_str),
     "session_id": nullable(as_str),
     "skip_special_tokens": as_bool,
     "spaces_between_special_tokens": as_bool,
@@ -363,21 +365,26 @@ def _completion_prompts(prompt: object, token_id_max: int, *, add_special_tokens
         return Prompts((prompt,), (), add_special_tokens)
     if not isinstance(prompt, list) or not prompt:
         raise malformed("prompt must be a non-empty string, or a list of strings or token ids", "prompt")
-    kinds = set(map(type, prompt))
-    if kinds in ({str}, {list}):
-        if len(prompt) > PROMPTS_MAX:
-            raise malformed(f"prompt holds more than {PROMPTS_MAX} prompts", "prompt")
-        if kinds == {list}:
-            return Prompts((), tuple(_ids_length(ids, token_id_max) for ids in prompt), add_special_tokens)
+    if not isinstance(prompt[0], str | list) or len(set(map(type, prompt))) > 1:
+        return Prompts((), (_ids_length(prompt, token_id_max),), add_special_tokens)
+    if len(prompt) > PROMPTS_MAX:
+        raise malformed(f"prompt holds more than {PROMPTS_MAX} prompts", "prompt")
+    if isinstance(prompt[0], str):
         return Prompts(tuple(prompt), (), add_special_tokens)
-    return Prompts((), (_ids_length(prompt, token_id_max),), add_special_tokens)
+    return Prompts((), tuple(_ids_length(ids, token_id_max) for ids in prompt), add_special_tokens)
 
 
-def _ids_length(ids: list[object], token_id_max: int) -> int:
-    """Tokens of a prompt given as ids. The type check of a list of plain integers runs in C."""
+def _ids_length(ids: list[Any], token_id_max: int) -> int:
+    """Tokens of a prompt given as ids. `array` checks a list of plain integers in one pass in C."""
     if not ids:
         raise malformed("prompt holds an empty list of token ids", "prompt")
-    numbers: list[int] = ids if set(map(type, ids)) == {int} else [as_int("prompt", item) for item in ids]  # type: ignore[assignment]
-    if min(numbers) < 0 or max(numbers) > token_id_max:
-        raise malformed(f"prompt holds a token id outside 0 to {token_id_max}", "prompt")
-    return len(numbers)
+    outside = malformed(f"prompt holds a token id outside 0 to {token_id_max}", "prompt")
+    try:
+        array("Q", ids)
+    except TypeError:
+        ids = [as_int("prompt", item) for item in ids]
+    except OverflowError:
+        raise outside from None
+    if max(ids) > token_id_max or min(ids) < 0:
+        raise outside
+    return len(ids)
