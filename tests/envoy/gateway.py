@@ -98,6 +98,7 @@ class Service:
     verdict: Verdict
     seen: list[dict[str, str]] = field(default_factory=list)
     hold: asyncio.Event | None = None
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def serve(self, address: str) -> grpc.aio.Server:
         """A started server at `address`."""
@@ -116,6 +117,13 @@ class Service:
     async def _process(
         self, requests: AsyncIterator[pb.ProcessingRequest], _context: object
     ) -> AsyncIterator[pb.ProcessingResponse]:
+        try:
+            async for reply in self._replies(requests):
+                yield reply
+        finally:
+            self.ended.set()
+
+    async def _replies(self, requests: AsyncIterator[pb.ProcessingRequest]) -> AsyncIterator[pb.ProcessingResponse]:
         headers: dict[str, str] = {}
         async for message in requests:
             match message.WhichOneof("request"):
@@ -133,15 +141,15 @@ class Service:
                     yield pb.ProcessingResponse(response_trailers=pb.TrailersResponse())
 
 
+NAME: web.AppKey[str] = web.AppKey("name", str)
+
+
 async def echo(request: web.Request) -> web.StreamResponse:
     """An engine that says what it got, and tries to speak for the gateway."""
     body = await request.read()
     answer = {"engine": request.app[NAME], "headers": dict(request.headers), "bytes": len(body), "path": request.path}
     spoofed = {"x-llm-replica": "spoofed", "x-llm-lane": "spoofed", "x-llm-input-tokens": "1", "x-llm-other": "spoofed"}
     return web.json_response(answer, headers=spoofed)
-
-
-NAME: web.AppKey[str] = web.AppKey("name", str)
 
 
 @dataclass
@@ -170,6 +178,7 @@ class Gateway:
             Addresses(listen=f"127.0.0.1:{listen}", admin=f"127.0.0.1:{admin}", tokenlane=self.tokenlane),
         )
         self.envoy = EnvoyProcess(self.config)
+        self.server: grpc.aio.Server | None = None
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -178,8 +187,8 @@ class Gateway:
                 if up:
                     await self._start_engine(stack, name, address)
             if self.service is not None:
-                server = await self.service.serve(self.tokenlane)
-                stack.push_async_callback(server.stop, None)
+                self.server = await self.service.serve(self.tokenlane)
+                stack.push_async_callback(self.server.stop, None)
             stack.enter_context(self.envoy)
             self._stack = stack.pop_all()
         return self

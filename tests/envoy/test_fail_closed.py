@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
-from tests.envoy.gateway import BODY_BYTES_MAX, Gateway
+from tests.envoy.gateway import Gateway
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -87,23 +87,6 @@ async def test_the_route_answers_alone_too() -> None:
     ) == (503, "application/json", "1", "admission_unavailable")
     assert answer.json()["error"]["code"] == "admission_unavailable"
     assert answer.json()["request_id"] is None
-
-
-@pytest.mark.parametrize("sized", [True, False], ids=["content-length", "chunked"])
-async def test_a_body_over_the_buffer_is_413_of_the_contract(gateway: Gateway, sized: bool) -> None:
-    """What Envoy itself refuses to buffer is body_too_large, not to be retried."""
-    body = b"x" * (BODY_BYTES_MAX + 3 * 2**20)
-
-    async def chunks() -> AsyncIterator[bytes]:
-        for start in range(0, len(body), 65_536):
-            yield body[start : start + 65_536]
-
-    # The service is away, so the filter lets the request through at once: only a filter that buffers can refuse it.
-    async with httpx.AsyncClient() as client:
-        answer = await client.post(f"{gateway.url}/v1/chat/completions", content=body if sized else chunks())
-
-    assert answer.status_code == 413
-    assert answer.json()["error"]["code"] == "body_too_large"
 
 
 async def test_an_upgrade_is_403_of_the_contract(gateway: Gateway) -> None:
