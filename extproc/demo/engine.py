@@ -3,7 +3,8 @@
     python -m extproc.demo.engine --listen 127.0.0.1:9001 --name chat-0
 
 It generates exactly the run ceiling of a request (`max_completion_tokens` over `max_tokens`, clamped to the
-context), one word a token. Rates of 0, the default, mean that tokens take no time. It ends on SIGTERM, and with
+context), one word a token. It counts prompts by their bytes, or exactly with `--tokenizer-dir`, and never believes
+a header about that. Rates of 0, the default, mean that tokens take no time. It ends on SIGTERM, and with
 `--until-eof` when its standard input ends, so that it does not outlive the process that started it.
 
 POST /v1/chat/completions, POST /v1/completions, GET /v1/models, GET /health.
@@ -42,6 +43,7 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -55,6 +57,7 @@ from extproc.demo.engine_request import (
     COMPLETIONS_PATH,
     OUTPUT_TOKENS_MAX,
     GenerationRequest,
+    PromptCounter,
     RequestError,
     RequestReader,
     estimate_prompts_tokens,
@@ -65,6 +68,9 @@ BODY_BYTES_MAX = 64 * 2**20
 
 BODY_S_MAX = 60
 """A sender this slow is stuck; its place among the concurrent requests is worth more."""
+
+OFF_LOOP_BYTES = 16 * 1024
+"""From here on, some milliseconds of tokenizing: other requests' tokens do not wait for that."""
 
 CONTROL_BYTES_MAX = 4096
 """A control document has three short members."""
@@ -333,7 +339,10 @@ class Engine:
             raise RequestError(self._levers.status, "The engine refuses, as it was told to.")
         if request.content_type != "application/json":
             raise RequestError(400, "Content-Type must be application/json.")
-        generation = self._reader.read(request.path, body)
+        if len(body) < OFF_LOOP_BYTES:
+            generation = self._reader.read(request.path, body)
+        else:
+            generation = await asyncio.to_thread(self._reader.read, request.path, body)
         outputs_tokens = _outputs_tokens(request, generation)
         echo["x-engine-input-tokens"] = str(generation.input_tokens)
         echo["x-engine-max-tokens"] = str(max(generation.ceilings_tokens))
@@ -446,7 +455,14 @@ def main(arguments: list[str] | None = None) -> None:
     """Run one engine; the options are described by --help."""
     options = _parser().parse_args(arguments)
     host, _, port = options.listen.rpartition(":")
-    reader = RequestReader(tuple(options.model or ["qwen3"]), options.context_tokens_max, estimate_prompts_tokens)
+    models = tuple(options.model or ["qwen3"])
+    count: PromptCounter = estimate_prompts_tokens
+    if options.tokenizer_dir is not None:
+        # Here, because an engine that estimates should start without a tokenizer library.
+        from extproc.demo.engine_tokens import exact_counter  # noqa: PLC0415
+
+        count = exact_counter(options.tokenizer_dir, models, options.context_tokens_max)
+    reader = RequestReader(models, options.context_tokens_max, count)
     model = SimpleModel(options.prefill_tokens_per_s, options.decode_tokens_per_s, options.chunk_tokens)
     uvloop.run(
         serve(
@@ -463,6 +479,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--listen", required=True, metavar="IP:PORT", help="port 0 picks a free one")
     parser.add_argument("--name", required=True, help="sent as x-engine-name")
     parser.add_argument("--model", action="append", metavar="NAME", help="served model, may repeat (qwen3)")
+    parser.add_argument("--tokenizer-dir", type=Path, metavar="DIR", help="count prompts exactly; else bytes / 4")
     parser.add_argument("--context-tokens-max", type=int, default=131_072, metavar="N", help="max_model_len")
     parser.add_argument("--prefill-tokens-per-s", type=int, default=0, metavar="N", help="0: no time")
     parser.add_argument("--decode-tokens-per-s", type=int, default=0, metavar="N", help="of a sequence; 0: no time")

@@ -19,14 +19,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-START_S_MAX = 15.0
-"""An engine is up in half a second; a loaded machine that starts a whole fleet gets some more."""
+START_S_MAX = 30.0
+"""An engine is up within a second, or three with a tokenizer; a loaded machine that starts a fleet gets more."""
 
 STOP_S_MAX = 5.0
 POLL_S = 0.01
 LOG_TAIL_BYTES = 4000
 
-Option = int | str | bool | Sequence[str]
+Option = int | str | bool | Path | Sequence[str]
 
 
 class EngineStartError(RuntimeError):
@@ -142,7 +142,7 @@ class EngineProcess:
             flag = "--" + key.replace("_", "-")
             if isinstance(value, bool):
                 command += [flag] if value else []
-            elif isinstance(value, int | str):
+            elif isinstance(value, int | str | Path):
                 command.append(f"{flag}={value}")
             else:
                 command += [f"{flag}={item}" for item in value]

@@ -129,7 +129,7 @@ def test_key_in_use_and_empty_output_are_refused() -> None:
     with pytest.raises(ValueError, match="job 2 generates nothing"):
         model.admit(Job(2, input_tokens=1, output_tokens=0), 0)
 
-    assert repr(model) == "<SimpleModel 0 waiting, 1 decoding>"
+    assert "<SimpleModel 0 waiting, 1 decoding>" == repr(model)
 
 
 @given(

@@ -29,10 +29,10 @@ def test_engines_start_together_and_stop() -> None:
     ports = [engine.port for engine in engines]
     logs = [engine.log_path for engine in engines]
 
-    assert len({port for port in ports if listens(port)}) == 3
+    assert 3 == len({port for port in ports if listens(port)})
     stop_engines(engines)
-    assert [listens(port) for port in ports] == [False] * 3
-    assert [engine.running for engine in engines] == [False] * 3
+    assert [False] * 3 == [listens(port) for port in ports]
+    assert [False] * 3 == [engine.running for engine in engines]
     assert not any(log and log.exists() for log in logs)
 
 

@@ -71,14 +71,14 @@ def test_text_parts_count_and_other_parts_do_not() -> None:
     parts = [{"type": "text", "text": "1234"}, {"type": "image_url", "image_url": {"url": "data:x" * 99}}]
     messages = [{"role": "system", "content": "12345678"}, {"role": "user", "content": parts}, {"role": "assistant"}]
 
-    assert read(CHAT_PATH, {"messages": messages}).prompts_tokens == (3,)
+    assert (3,) == read(CHAT_PATH, {"messages": messages}).prompts_tokens
 
 
 def test_reserve_holds_input_once_and_output_for_each_sequence() -> None:
     """A request holds each prompt once and the ceiling for each sequence of each prompt."""
     request = read(COMPLETIONS_PATH, {"prompt": ["1234", "12345678"], "max_tokens": 10, "n": 3})
 
-    assert request.reserve_tokens == 3 + 3 * 20
+    assert 3 + 3 * 20 == request.reserve_tokens
 
 
 @pytest.mark.parametrize(
@@ -118,11 +118,11 @@ def test_bodies_that_are_no_objects(body: bytes) -> None:
     with pytest.raises(RequestError) as caught:
         READER.read(CHAT_PATH, body)
 
-    assert caught.value.status == 400
+    assert 400 == caught.value.status
 
 
 def test_absent_model_is_the_first() -> None:
     """A request without a model runs on the first one, and an alias keeps its name."""
-    assert [
+    assert ["qwen3", "qwen3", "alias"] == [
         read(CHAT_PATH, {"messages": MESSAGES, **fields}).model for fields in ({}, {"model": None}, {"model": "alias"})
-    ] == ["qwen3", "qwen3", "alias"]
+    ]
