@@ -17,6 +17,7 @@ import aiohttp
 import orjson
 
 from extproc.core.admission import Desk
+from extproc.core.values import Ending
 from extproc.demo.engine_process import EngineProcess, start_engines, stop_engines
 from extproc.demo.envoy_process import EnvoyProcess, free_ports
 from extproc.envoy_config import Addresses, bootstrap
@@ -49,6 +50,16 @@ class Mesh:
     def reserved_tokens(self) -> int:
         """Tokens held by all open reservations."""
         return sum(account.active_tokens for account in self.desk.ledger.accounts.values())
+
+    def ended(self) -> dict[str, int]:
+        """Reservations ended so far, by ending."""
+        registry = self.server.metrics.registry
+        return {
+            ending.value: int(
+                registry.get_sample_value("tokenlane_reservations_ended_total", {"ending": ending.value}) or 0
+            )
+            for ending in Ending
+        }
 
     def post(self, body: Mapping[str, Any] | bytes, path: str = CHAT, **options: Any) -> Any:
         """POST a JSON body; use it with `async with`."""
