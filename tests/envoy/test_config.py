@@ -172,7 +172,7 @@ def test_breakers_never_refuse_what_was_admitted() -> None:
 
     assert {
         "chat": [dict.fromkeys(kinds, 2 * 256 + 5000)],
-        "tokenlane": [dict.fromkeys(kinds, 5000)],
+        "tokenlane": [dict.fromkeys(kinds, 2 * 5000)],
     } == breakers
 
 
