@@ -44,7 +44,8 @@ def test_reason_table() -> None:
 
 def _nested(field: FieldInfo) -> tuple[type[BaseModel] | None, str]:
     """The section that a field holds, and what is between the field's name and the section's own."""
-    between = {dict: ".<name>.", list: "[]."}.get(get_origin(field.annotation), ".")
+    joints: dict[object, str] = {dict: ".<name>.", list: "[]."}
+    between = joints.get(get_origin(field.annotation), ".")
     for candidate in (field.annotation, *get_args(field.annotation)):
         if isinstance(candidate, type) and issubclass(candidate, BaseModel):
             return candidate, between
