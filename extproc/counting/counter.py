@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import jinja2
@@ -41,10 +41,10 @@ class Draft:
     input_tokens_min: int
     input_tokens_max: int
     output_tokens_min: int
-    body: bytes
-    request: vllm.Request
+    body: bytes = field(repr=False)
+    asked: vllm.Asked
     ceiling: Ceiling
-    prompts: vllm.Prompts
+    prompts: vllm.Prompts = field(repr=False)
     kept_tokens: int
     lowered: bool
 
@@ -82,20 +82,20 @@ class Counter:
         prepared = self._prepared[model.name]
         default_tokens = model.default_ceiling_tokens
         if endpoint is Endpoint.CHAT_COMPLETIONS:
-            request = vllm.read_chat(document, prepared.templates)
+            asked, render = vllm.read_chat(document, prepared.templates)
         else:
-            request = vllm.read_completion(document, prepared.loaded.token_id_max)
+            asked, render = vllm.read_completion(document, prepared.loaded.token_id_max)
             default_tokens = vllm.COMPLETION_DEFAULT_TOKENS
         ceiling = Ceiling(
-            request.ceiling_field,
-            request.asked_tokens,
+            asked.ceiling_field,
+            asked.output_tokens,
             default_tokens,
             model.context_tokens_max,
             model.over_context,
         )
         ceiling.check()
-        kept_tokens = _kept_tokens(request, model)
-        prompts = request.prompts()
+        kept_tokens = _kept_tokens(asked, model)
+        prompts = render()
         low, high = _bounds(prompts, prepared.loaded, kept_tokens)
         for tokens in low:
             ceiling.check_input(tokens, exact=bool(prompts.lengths))
@@ -103,9 +103,9 @@ class Counter:
             model=model,
             input_tokens_min=sum(low),
             input_tokens_max=sum(high),
-            output_tokens_min=sum(map(ceiling.run_tokens, high)) * request.sequences_per_prompt,
+            output_tokens_min=sum(map(ceiling.run_tokens, high)) * asked.sequences_per_prompt,
             body=body,
-            request=request,
+            asked=asked,
             ceiling=ceiling,
             prompts=prompts,
             kept_tokens=kept_tokens,
@@ -128,16 +128,16 @@ class Counter:
         tokens = tuple(min(count, draft.kept_tokens) for count in tokens)
         if not all(tokens):
             raise malformed("a prompt without a single token cannot run", "prompt")
-        ran = run(draft.ceiling, tokens, draft.request.sequences_per_prompt)
+        ran = run(draft.ceiling, tokens, draft.asked.sequences_per_prompt)
         least = draft.ceiling.run_tokens(max(tokens))
-        if draft.request.min_tokens > least:
+        if draft.asked.min_tokens > least:
             raise malformed(f"min_tokens is above the output ceiling, which is {least} here", "min_tokens")
         demand = Demand(
             model=draft.model.name,
             prompts_tokens=tokens,
             max_output_tokens=ran.max_output_tokens,
             output_tokens=ran.output_tokens,
-            sequences=len(tokens) * draft.request.sequences_per_prompt,
+            sequences=len(tokens) * draft.asked.sequences_per_prompt,
             lowered=draft.lowered,
         )
         return Counted(demand, _written(draft, ran.max_output_tokens))
@@ -189,16 +189,16 @@ def _utf8_bytes(text: str) -> int:
         raise malformed("the prompt holds text that is not valid Unicode", "messages") from None
 
 
-def _kept_tokens(request: vllm.Request, model: Model) -> int:
+def _kept_tokens(asked: vllm.Asked, model: Model) -> int:
     """Tokens of a prompt that survive `truncate_prompt_tokens`; more than any prompt has where it is not used.
 
     -1 keeps what fits: all the context but the asked ceiling, or but one token.
     """
-    keep = request.truncate_tokens
+    keep = asked.truncate_tokens
     if keep is None:
         return _ALL_TOKENS
     if keep < 0:
-        return max(1, model.context_tokens_max - (request.asked_tokens or 1))
+        return max(1, model.context_tokens_max - (asked.output_tokens or 1))
     if keep > model.context_tokens_max:
         raise malformed("truncate_prompt_tokens is above the model's context", "truncate_prompt_tokens")
     return keep
@@ -209,8 +209,8 @@ def _written(draft: Draft, max_output_tokens: int) -> bytes | None:
 
     Several prompts share one field: it holds the largest of their ceilings, and the engine clamps each by itself.
     """
-    request = draft.request
-    if request.asked_tokens is not None and request.asked_tokens <= max_output_tokens:
+    asked = draft.asked
+    if asked.output_tokens is not None and asked.output_tokens <= max_output_tokens:
         return None
-    change = append_field if request.written_is_new else replace_field
-    return change(draft.body, request.written_field, max_output_tokens)
+    change = append_field if asked.written_is_new else replace_field
+    return change(draft.body, asked.written_field, max_output_tokens)

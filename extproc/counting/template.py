@@ -112,8 +112,9 @@ class ChatTemplate:
         }
         try:
             text = self._template.render(context)
-        except Exception as error:  # a template is code: what it raises says that the engine would raise too
-            raise malformed("the model's chat template cannot render these messages", "messages") from error
+        except Exception:  # noqa: BLE001 (a template is code: whatever it raises, the engine would raise too)
+            # What it raised can quote the prompt, so it goes no further.
+            raise malformed("the model's chat template cannot render these messages", "messages") from None
         if len(text) > RENDERED_CHARS_MAX:
             raise malformed("the rendered prompt is too large", "messages")
         return _cut_at_mark(text, ending) if chat.continue_final_message else text

@@ -59,7 +59,7 @@ COMPLETION_DEFAULT_TOKENS = 16
 CHAT_CEILING_FIELDS = ("max_completion_tokens", "max_tokens")
 COMPLETION_CEILING_FIELDS = ("max_tokens",)
 
-_UNBOUNDED = "would replace the counted prompt and is not accepted here"
+_REPLACES_PROMPT = "would replace the counted prompt and is not accepted here"
 
 _RESERVED_TEMPLATE_VARIABLES = frozenset(
     {
@@ -92,22 +92,25 @@ class Prompts:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """A checked body.
+class Asked:
+    """What a checked body asks for besides its prompts.
 
-    `asked_tokens` is None where a default holds. A ceiling written to `written_field` is the one that the engine
-    obeys; `written_is_new` when the body does not have that field yet. `truncate_tokens` keeps that many tokens of a
-    prompt; -1 keeps what the context has room for. `prompts` renders or collects them and may raise Fault.
+    `output_tokens` is the client's ceiling, in `ceiling_field`; None where a default holds. A ceiling written to
+    `written_field` is the one that the engine obeys; `written_is_new` when the body does not have that field yet.
+    `truncate_tokens` keeps that many tokens of a prompt; -1 keeps what the context has room for.
     """
 
     ceiling_field: str
-    asked_tokens: int | None
+    output_tokens: int | None
     written_field: str
     written_is_new: bool
     sequences_per_prompt: int
     min_tokens: int
     truncate_tokens: int | None
-    prompts: Callable[[], Prompts]
+
+
+Read = tuple[Asked, Callable[[], Prompts]]
+"""A checked body, and what renders its prompts: the dear part, which may still raise Fault."""
 
 
 def _stop(name: str, value: object) -> None:
@@ -127,12 +130,19 @@ def _template_variables(name: str, value: object) -> dict[str, object]:
 
 def _kv_transfer(name: str, value: object) -> None:
     if as_object(name, value).get("prompt_token_ids") is not None:
-        raise malformed(f"{name}.prompt_token_ids {_UNBOUNDED}", f"{name}.prompt_token_ids")
+        raise malformed(f"{name}.prompt_token_ids {_REPLACES_PROMPT}", f"{name}.prompt_token_ids")
 
 
 def _media_options(name: str, value: object) -> None:
     if as_object(name, value):
         raise malformed(f"{name} is not accepted per request", name)
+
+
+def _stream_options(name: str, value: object) -> None:
+    options = as_object(name, value)
+    for key in ("include_usage", "continuous_usage_stats"):
+        if options.get(key) is not None:
+            as_bool(f"{name}.{key}", options[key])
 
 
 def _schema(name: str, value: object) -> dict[str, object]:
@@ -170,8 +180,8 @@ _COMMON: Mapping[str, Check] = {
     "frequency_penalty": nullable(number(-2, 2)),
     "ignore_eos": as_bool,
     "include_stop_str_in_output": as_bool,
-    "input_embeds": refused(_UNBOUNDED),
-    "input_ids": refused(_UNBOUNDED),
+    "input_embeds": refused(_REPLACES_PROMPT),
+    "input_ids": refused(_REPLACES_PROMPT),
     "kv_transfer_params": nullable(_kv_transfer),
     "length_penalty": as_float,
     "logit_bias": nullable(map_of(as_float)),
@@ -183,7 +193,7 @@ _COMMON: Mapping[str, Check] = {
     "mm_processor_kwargs": nullable(_media_options),
     "presence_penalty": nullable(number(-2, 2)),
     "priority": _INT64,
-    "prompt_embeds": refused(_UNBOUNDED),
+    "prompt_embeds": refused(_REPLACES_PROMPT),
     "prompt_logprobs": nullable(integer(-1)),
     "repetition_penalty": nullable(number(above=0)),
     "request_id": as_str,
@@ -198,9 +208,10 @@ _COMMON: Mapping[str, Check] = {
     "stop": nullable(_stop),
     "stop_token_ids": nullable(list_of(as_int)),
     "stream": nullable(as_bool),
-    "stream_options": nullable(map_of(nullable(as_bool))),
+    "stream_options": nullable(_stream_options),
     "structured_outputs": nullable(_structured_outputs),
     "temperature": nullable(number(0)),
+    "thinking_token_budget": nullable(integer(-1)),
     "top_k": nullable(integer(-1)),
     "top_p": nullable(number(above=0, high=1)),
     "truncate_prompt_tokens": nullable(integer(-1)),
@@ -213,7 +224,7 @@ _COMMON: Mapping[str, Check] = {
 CHAT: Mapping[str, Check] = {
     **_COMMON,
     "add_generation_prompt": as_bool,
-    "chat_template": refused(_UNBOUNDED),
+    "chat_template": refused(_REPLACES_PROMPT),
     "chat_template_kwargs": nullable(_template_variables),
     "continue_final_message": as_bool,
     "documents": nullable(list_of(map_of(as_str))),
@@ -240,7 +251,7 @@ COMPLETION: Mapping[str, Check] = {
 """Fields of POST /v1/completions, without the prompt."""
 
 
-def read_chat(body: Mapping[str, Any], templates: Mapping[str, ChatTemplate]) -> Request:
+def read_chat(body: Mapping[str, Any], templates: Mapping[str, ChatTemplate]) -> Read:
     """The rules of POST /v1/chat/completions."""
     values = fields.checked(body, CHAT)
     _check_stream(body, values)
@@ -253,10 +264,10 @@ def read_chat(body: Mapping[str, Any], templates: Mapping[str, ChatTemplate]) ->
     _check_tools(tools, body.get("tool_choice"))
     if values.get("continue_final_message") and values.get("add_generation_prompt", True):
         raise malformed("continue_final_message needs add_generation_prompt set to false", "continue_final_message")
-    return _request(values, CHAT_CEILING_FIELDS, lambda: _chat_prompts(values, templates))
+    return _asked(values, CHAT_CEILING_FIELDS), lambda: _chat_prompts(values, templates)
 
 
-def read_completion(body: Mapping[str, Any], token_id_max: int) -> Request:
+def read_completion(body: Mapping[str, Any], token_id_max: int) -> Read:
     """The rules of POST /v1/completions."""
     values = fields.checked(body, COMPLETION)
     _check_stream(body, values)
@@ -264,10 +275,10 @@ def read_completion(body: Mapping[str, Any], token_id_max: int) -> Request:
     prompts = _completion_prompts(body.get("prompt"), token_id_max, add_special_tokens=add_special_tokens)
     if values.get("echo") and values.get("max_tokens") == 0:
         values["max_tokens"] = 1  # scoring: the engine generates one token all the same
-    return _request(values, COMPLETION_CEILING_FIELDS, lambda: prompts)
+    return _asked(values, COMPLETION_CEILING_FIELDS), lambda: prompts
 
 
-def _request(values: Mapping[str, Any], names: tuple[str, ...], prompts: Callable[[], Prompts]) -> Request:
+def _asked(values: Mapping[str, Any], names: tuple[str, ...]) -> Asked:
     """`names` are the ceiling's fields: the first that is not null holds, and the last one stands for a default."""
     place = next((index for index, name in enumerate(names) if values.get(name) is not None), len(names) - 1)
     field = names[place]
@@ -276,15 +287,14 @@ def _request(values: Mapping[str, Any], names: tuple[str, ...], prompts: Callabl
     truncate = values.get("truncate_prompt_tokens")
     if truncate == 0:
         raise malformed("truncate_prompt_tokens leaves no prompt", "truncate_prompt_tokens")
-    return Request(
+    return Asked(
         ceiling_field=field,
-        asked_tokens=values.get(field),
+        output_tokens=values.get(field),
         written_field=free[-1] if free else field,
         written_is_new=bool(free),
         sequences_per_prompt=values.get("n") or 1,
         min_tokens=values.get("min_tokens", 0),
         truncate_tokens=truncate,
-        prompts=prompts,
     )
 
 
