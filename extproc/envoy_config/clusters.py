@@ -100,8 +100,8 @@ def _tokenlane(target: str, streams_max: int) -> cluster.Cluster:
     return cluster.Cluster(
         name=TOKENLANE_CLUSTER,
         connect_timeout=CONNECT_TIMEOUT,
-        # Each request holds a stream until its response ends.
-        circuit_breakers=_breakers(streams_max),
+        # Each request holds a stream until its response ends, and one over the bound needs one to be told so.
+        circuit_breakers=_breakers(2 * streams_max),
         typed_extension_protocol_options={HTTP_OPTIONS: ProtoAny.pack(options)},
         load_assignment=_endpoints(TOKENLANE_CLUSTER, [target]),
     )

@@ -101,7 +101,7 @@ def hcm_filter(policy: Policy) -> hcm.HttpConnectionManager:
         # An escaped slash reaches the service as it is and matches no path, so the refusal is in the contract.
         path_with_escaped_slashes_action=hcm.HttpConnectionManagerPathWithEscapedSlashesAction.KEEP_UNCHANGED,
         always_set_request_id_in_response=True,
-        local_reply_config=local_replies(),
+        local_reply_config=local_replies(policy.version),
     )
 
 

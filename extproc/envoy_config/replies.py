@@ -69,14 +69,21 @@ MAPPINGS = (
 """In order; the last row takes what is left."""
 
 
-def local_replies() -> hcm.LocalReplyConfig:
+def local_replies(policy_version: str) -> hcm.LocalReplyConfig:
     """The configuration of all rows."""
-    return hcm.LocalReplyConfig(mappers=[_mapper(mapping) for mapping in MAPPINGS])
+    return hcm.LocalReplyConfig(mappers=[_mapper(mapping, policy_version) for mapping in MAPPINGS])
 
 
-def reply_headers(reason: Reason) -> list[core.HeaderValueOption]:
-    """Reason, lane and retry headers of a reply that Envoy makes itself."""
-    headers = [header(REASON_HEADER, reason), header(LANE_HEADER, LANE_UNKNOWN, keep_existing=True)]
+def reply_headers(reason: Reason, policy_version: str) -> list[core.HeaderValueOption]:
+    """The contract's headers of a reply that Envoy makes itself. After an admission its own values stay."""
+    undecided = {
+        LANE_HEADER: LANE_UNKNOWN,
+        "x-llm-policy": policy_version,
+        "x-llm-reserved-tokens": "0",
+        "x-llm-queue-ms": "0",
+    }
+    headers = [header(REASON_HEADER, reason)]
+    headers += [header(name, value, keep_existing=True) for name, value in undecided.items()]
     if RULES[reason].retry is Retry.NEVER:
         headers.append(header("x-should-retry", "false"))
     elif RULES[reason].retry is Retry.AFTER:
@@ -101,7 +108,7 @@ def _error(reason: Reason, request_id: str | None) -> dict[str, Any]:
     return {"type": "error", "error": error, "request_id": request_id}
 
 
-def _mapper(mapping: Mapping) -> hcm.ResponseMapper:
+def _mapper(mapping: Mapping, policy_version: str) -> hcm.ResponseMapper:
     conditions = [_without_reason()]
     if mapping.op is not None:
         conditions.append(_status(mapping.op, mapping.code))
@@ -112,7 +119,7 @@ def _mapper(mapping: Mapping) -> hcm.ResponseMapper:
         if len(conditions) == 1
         else accesslog.AccessLogFilter(and_filter=accesslog.AndFilter(filters=conditions)),
         status_code=mapping.status,
-        headers_to_add=reply_headers(mapping.reason),
+        headers_to_add=reply_headers(mapping.reason, policy_version),
         body_format_override=core.SubstitutionFormatString(
             json_format=Struct.from_dict(_error(mapping.reason, REQUEST_ID))
         ),

@@ -40,7 +40,10 @@ def route_table(policy: Policy) -> route.RouteConfiguration:
                     header(name, f"%DYNAMIC_METADATA({METADATA_NAMESPACE}:{key})%")
                     for key, name in METADATA_HEADERS.items()
                 ],
-                routes=[*(_admitted(lane, pool, policy.limits) for lane, pool in lane_pools(policy)), _fail_closed()],
+                routes=[
+                    *(_admitted(lane, pool, policy.limits) for lane, pool in lane_pools(policy)),
+                    _fail_closed(policy.version),
+                ],
             )
         ],
     )
@@ -73,7 +76,7 @@ def _retries(count: int) -> route.RetryPolicy | None:
     return route.RetryPolicy(retry_on="connect-failure,refused-stream", num_retries=count) if count else None
 
 
-def _fail_closed() -> route.Route:
+def _fail_closed(policy_version: str) -> route.Route:
     """No verdict, no engine. The body stands here too, for a listener without this one's local replies."""
     reason = Reason.ADMISSION_UNAVAILABLE
     return route.Route(
@@ -82,7 +85,7 @@ def _fail_closed() -> route.Route:
         direct_response=route.DirectResponseAction(
             status=503, body=core.DataSource(inline_string=error_json(reason, request_id=None))
         ),
-        response_headers_to_add=[header("content-type", "application/json"), *reply_headers(reason)],
+        response_headers_to_add=[header("content-type", "application/json"), *reply_headers(reason, policy_version)],
     )
 
 
