@@ -71,8 +71,9 @@ class Counter:
 
     def __init__(self, policy: Policy, *, threads: int = 2) -> None:
         self._policy = policy
-        by_directory = {model.tokenizer_dir: _prepare(Path(model.tokenizer_dir)) for model in policy.models.values()}
-        self._prepared = {model.name: by_directory[model.tokenizer_dir] for model in policy.models.values()}
+        models = policy.models.values()
+        by_directory = {path: _prepare(Path(path)) for path in {model.tokenizer_dir for model in models}}
+        self._prepared = {model.name: by_directory[model.tokenizer_dir] for model in models}
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tokenizer")
 
     def read(self, endpoint: Endpoint, body: bytes, *, lowered: bool = False) -> Draft:

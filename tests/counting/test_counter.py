@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -462,16 +461,23 @@ async def test_texts_are_counted_off_the_event_loop(counter: Counter) -> None:
     assert turns > 100
 
 
-async def test_ids_are_counted_without_a_thread(counter: Counter) -> None:
-    """A prompt of ids never waits behind texts."""
-    threads = threading.active_count()
-    draft = counter.read(COMPLETIONS, orjson.dumps({"prompt": [1, 2, 3]}))
+async def test_ids_need_no_thread() -> None:
+    """A prompt of ids never waits behind texts: it is counted even when there is no pool any more."""
+    closed = Counter(policy({"m": {}}, default_model="m"))
+    closed.close()
+    ids, text = (closed.read(COMPLETIONS, orjson.dumps({"prompt": prompt})) for prompt in ([1, 2, 3], "x"))
 
-    assert 3 == (await counter.count(draft)).demand.input_tokens
-    assert threads == threading.active_count()
+    assert 3 == (await closed.count(ids)).demand.input_tokens
+    with pytest.raises(RuntimeError):
+        await closed.count(text)
 
 
 # --- loading
+
+
+def test_models_share_a_directory(counter: Counter) -> None:
+    """A tokenizer is in memory once, however many models name its directory."""
+    assert counter._prepared["clamp"] is counter._prepared["refuse"]
 
 
 def test_missing_tokenizer_is_named(tmp_path: Path) -> None:
