@@ -104,19 +104,26 @@ async def mesh(
 ) -> AsyncIterator[Mesh]:
     """Start everything on free loopback ports, and end it all.
 
-    `pools` gives changes of each replica by pool and name; `engine` the options of all engines; `changes` those of
-    the policy document; `tune` may change Envoy's bootstrap.
+    `pools` gives changes of each replica by pool and name; one that has an `address` is the caller's own engine.
+    `engine` gives the options of all other engines, `changes` those of the policy document; `tune` may change Envoy's
+    bootstrap.
     """
     pools = pools or {"chat": {"chat-0": {}}, "docs": {"docs-0": {}}}
     listen, admin, *ports = free_ports(2 + sum(map(len, pools.values())))
     engines = {
-        name: EngineProcess(name, ports.pop(), **(engine or {})) for replicas in pools.values() for name in replicas
+        name: EngineProcess(name, ports.pop(), **(engine or {}))
+        for replicas in pools.values()
+        for name, more in replicas.items()
+        if "address" not in more
     }
     sections: dict[str, Any] = {
         "pools": {
             pool: {
                 "probe": {"interval_s": 0.05, "timeout_s": 2},
-                "replicas": {name: replica(engines[name].port, **more) for name, more in replicas.items()},
+                "replicas": {
+                    name: replica(engines[name].port if name in engines else 0, **more)
+                    for name, more in replicas.items()
+                },
             }
             for pool, replicas in pools.items()
         },
