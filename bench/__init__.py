@@ -1,0 +1,1 @@
+"""Benchmarks: what admission costs a request, measured on a real Envoy."""
