@@ -514,6 +514,18 @@ def test_template_file_overrides_the_configuration(tmp_path: Path) -> None:
     assert 1 == demand.input_tokens
 
 
+def test_tools_choose_their_own_template(tmp_path: Path) -> None:
+    """Of several named templates a chat with tools gets `tool_use`, every other one `default`."""
+    templates = '[{"name": "default", "template": "x"}, {"name": "tool_use", "template": "a b c"}]'
+    directory = _directory(tmp_path, **{"tokenizer_config.json": f'{{"chat_template": {templates}}}'})
+    fresh = Counter(policy({"m": {"tokenizer_dir": directory}}, default_model="m"))
+    plain = counted(fresh, user()).demand
+    tools = counted(fresh, user(tools=[{"function": {"name": "f"}}])).demand
+    fresh.close()
+
+    assert (1, 3) == (plain.input_tokens, tools.input_tokens)
+
+
 def test_harmony_models_are_refused_at_load(tmp_path: Path) -> None:
     """A model that the engine renders without its template cannot be counted by it."""
     directory = _directory(tmp_path, **{"config.json": '{"model_type": "gpt_oss"}'})

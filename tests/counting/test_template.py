@@ -104,6 +104,19 @@ def test_continued_message_stays_open(source: str, text: str) -> None:
     assert text == rendered(source, messages, add_generation_prompt=False, continue_final_message=True)
 
 
+def test_continued_message_of_parts_ends_after_its_last_text() -> None:
+    """Where content is a list, the prompt ends with the last part that has text; without one nothing continues."""
+    source = "{% for m in messages %}{% for p in m.content %}({{ p.text or p.name }}){% endfor %}{% endfor %}"
+    reference = {"type": "tool_reference", "name": "f"}
+    flags = {"add_generation_prompt": False, "continue_final_message": True}
+
+    assert "(q)(a)(b" == rendered(source, [says("q"), says(["a", "b", reference], "assistant")], **flags)
+    with pytest.raises(Fault) as caught:
+        rendered(source, [says([reference], "assistant")], **flags)
+
+    assert "continue_final_message" == caught.value.param
+
+
 def test_final_message_that_the_template_drops_cannot_be_continued() -> None:
     """There is nothing to continue where the template does not print the final message."""
     with pytest.raises(Fault) as caught:
