@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from extproc.counting.counter import Counted, Counter, Draft
+from extproc.counting.counter import Counter, Draft
 from extproc.counting.tokenizer import TokenizerError
 
-__all__ = ["Counted", "Counter", "Draft", "TokenizerError"]
+__all__ = ["Counter", "Draft", "TokenizerError"]

@@ -20,6 +20,7 @@ import jinja2
 
 from extproc.core.ceiling import Ceiling, run
 from extproc.core.policy import Endpoint, Model, Policy
+from extproc.core.stream import Counted
 from extproc.core.values import Demand, Fault, Reason
 from extproc.counting import vllm
 from extproc.counting.body import append_field, parse, replace_field
@@ -47,14 +48,6 @@ class Draft:
     prompts: vllm.Prompts = field(repr=False)
     kept_tokens: int
     lowered: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Counted:
-    """A request as the engine will run it. `body` replaces the client's; None: forward it unchanged."""
-
-    demand: Demand
-    body: bytes | None
 
 
 @dataclass(frozen=True, slots=True)

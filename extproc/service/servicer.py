@@ -21,7 +21,6 @@ from extproc.core.drain import NS_PER_S, PPM
 from extproc.core.stream import (
     Continue,
     Count,
-    Counted,
     Done,
     Ended,
     Event,
@@ -118,10 +117,9 @@ class Servicer:
     async def _count(self, action: Count) -> Event:
         try:
             draft = self._counter.read(action.endpoint, action.body, lowered=action.lowered)
-            counted = await self._counter.count(draft)
+            return await self._counter.count(draft)
         except Fault as fault:
             return Faulted(fault)
-        return Counted(counted.demand, counted.body)
 
     def _admit(self, stream: Stream, admit: Admit, body: bytes | None, started_ns: int) -> bytes:
         reservation, demand = admit.reservation, admit.demand

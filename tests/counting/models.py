@@ -9,8 +9,9 @@ from typing import Any
 
 from extproc.core.policy import Endpoint, Policy
 from extproc.core.rejection import STATUS
+from extproc.core.stream import Counted
 from extproc.core.values import Fault
-from extproc.counting import Counted, Counter
+from extproc.counting import Counter
 from extproc.settings import PolicySection, freeze
 
 ROOT = Path(__file__).resolve().parents[2]
