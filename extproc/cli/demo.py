@@ -30,5 +30,5 @@ def demo(*, once: bool, as_json: bool) -> None:
         raise click.ClickException(f"no module {error.name}: pip install 'tokenlane[demo]' brings it") from error
     try:
         sys.exit(tour_main.main(show, once=once))
-    except RuntimeError as error:
+    except tour_main.START_ERRORS as error:
         raise click.ClickException(str(error)) from error

@@ -58,6 +58,7 @@ def as_json(outcome: Outcome) -> dict[str, object]:
         "request": None if seen is None else seen.request,
         "status": None if seen is None else seen.reply.status,
         "headers": {} if seen is None else dict(shown_headers(seen.reply)),
+        "message": None if seen is None else seen.reply.message or None,
         "verdict": None if seen is None else verdict(seen.reply),
         "facts": {} if seen is None else dict(seen.facts),
         "ledger": {} if seen is None else {moment: _accounts(ledger) for moment, ledger in seen.ledger.items()},

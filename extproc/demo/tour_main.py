@@ -12,13 +12,18 @@ from typing import Protocol
 
 import aiohttp
 
-from extproc.demo.stack import Stack
+from extproc.demo.engine_process import EngineStartError
+from extproc.demo.envoy_process import EnvoyError
+from extproc.demo.stack import Stack, StackError
 from extproc.demo.tour import Outcome, as_json, run
 from extproc.demo.tour_stage import Stage, write_requests
 from extproc.demo.tour_steps import REQUESTS, STEPS, Step
 
 ONCE_S_MAX = 40.0
 """The whole of `--once`; it takes about 15 s."""
+
+START_ERRORS = (StackError, EngineStartError, EnvoyError)
+"""What `main` raises when something does not start; the text is for the user."""
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -78,7 +83,7 @@ class JsonLines:
 def main(show: Show, *, once: bool) -> int:
     """Run the demo; the exit code: 0, 1 when a step differs from its documentation, 128 + signal when interrupted.
 
-    Raises StackError, EngineStartError or EnvoyError when something does not start.
+    Raises one of START_ERRORS.
     """
     return asyncio.run(_interruptible(show, once=once))
 

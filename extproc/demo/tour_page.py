@@ -38,9 +38,9 @@ class Page:
 
     def started(self, stack: Stack, seconds: float) -> None:
         """Everything runs."""
-        pools = ", ".join(f"{pool} ({', '.join(names)})" for pool, names in POOLS.items())
-        self._line(Text(f"Up after {seconds:.1f} s: Envoy at {stack.url}, pools {pools}."))
-        self._line(Text(f"Policy, Envoy configuration, log and request bodies: {stack.directory}"))
+        pools = ", ".join(f"{pool} with {' and '.join(names)}" for pool, names in POOLS.items())
+        self._line(Text(f"Up after {seconds:.1f} s. Envoy: {stack.url}. Pools: {pools}."))
+        self._line(Text(f"Policy, configuration, log and bodies: {stack.directory}"))
 
     def step(self, outcome: Outcome) -> None:
         """One step, whole."""
@@ -52,6 +52,8 @@ class Page:
             self._wrapped(f"$ {seen.request}", "cyan")
             self._headers(seen)
             self._wrapped(verdict(seen.reply), "bold")
+            if seen.reply.message:
+                self._wrapped(f"Its body says: {seen.reply.message}.", "")
             self._ledger(step, seen)
             for note in step.notes:
                 self._wrapped(note.format(**seen.facts), "")
@@ -121,7 +123,7 @@ class Page:
             return Text("not ready", "bold red")
         filled = _filled(account, bar_width)
         style = "red" if filled == bar_width else "yellow" if 2 * filled > bar_width else "green"
-        figures = f" {account.reserved_tokens:,}/{account.budget_tokens:,}"
+        figures = f" {account.reserved_tokens:>6,}/{account.budget_tokens:,}"
         return Text.assemble((self._full * filled, style), (self._empty * (bar_width - filled), "dim"), figures)
 
     def _wrapped(self, text: str, style: str) -> None:
@@ -142,25 +144,27 @@ def _filled(account: Account, bar_width: int) -> int:
 
 def _commands(stack: Stack) -> tuple[tuple[str, ...], ...]:
     """Comment and command lines of everything worth trying."""
-    chat = 'curl -i $GATEWAY/v1/chat/completions -H "$JSON"'
+    post = 'curl -i $GATEWAY/v1/chat/completions -H "$JSON"'
     engines = " ".join(engine.address for name, engine in stack.engines.items() if name.startswith("chat"))
+    control = f"for engine in {engines}; do curl -s $engine/control -d"
     return (
         (
-            "first: where everything is",
-            f"cd {stack.directory}; GATEWAY={stack.url}; JSON='content-type: application/json'; CHAT=\"{engines}\"",
+            "where everything is",
+            f"cd {stack.directory}",
+            f"GATEWAY={stack.url}",
+            "JSON='content-type: application/json'",
         ),
-        (
-            "a small chat, a stream, a long document, one that is too long",
-            *(f"{chat} -d @{name}.json" for name in ("chat", "stream", "document", "oversized")),
-        ),
+        ("a small chat", f"{post} -d @chat.json"),
+        ("a stream", f"{post} -N -d @stream.json"),
+        ("a long document, and one that is too long", f"{post} -d @document.json", f"{post} -d @oversized.json"),
         (
             "fill the chat lane, be refused, and let it go",
-            "for engine in $CHAT; do curl -s $engine/control -d '{\"hold\": true}'; done",
-            f"for i in 1 2 3 4 5 6; do {chat} -d @fill.json -so answer-$i.txt & done",
-            f"{chat} -d @chat.json",
-            "for engine in $CHAT; do curl -s $engine/control -d '{\"hold\": false}'; done",
+            f"{control} '{{\"hold\": true}}'; done",
+            f"for i in 1 2 3 4 5 6; do {post} -d @fill.json -so $i.txt & done",
+            f"{post} -d @chat.json",
+            f"{control} '{{\"hold\": false}}'; done",
         ),
         ("what is reserved where", f"curl {stack.admin_url}/debug/ledger"),
         ("Tokenlane's metrics", f"curl {stack.admin_url}/metrics"),
-        ("Envoy's own", f"curl {stack.envoy_admin_url}/clusters"),
+        ("Envoy's view of its clusters", f"curl {stack.envoy_admin_url}/clusters"),
     )

@@ -234,7 +234,6 @@ STEPS = (
             facts={"advice": "summarize or split the input, or use dedicated capacity"},
             ledger=UNTOUCHED,
         ),
-        notes=("The body has advice: {advice}.",),
     ),
     Step(
         "full_lane",

@@ -49,6 +49,12 @@ class Reply:
     headers: Mapping[str, str]
     body: Mapping[str, object]
 
+    @property
+    def message(self) -> str:
+        """What the error object in the body says; empty without one."""
+        error = self.body.get("error")
+        return str(error.get("message", "")) if isinstance(error, dict) else ""
+
 
 @dataclass(frozen=True, slots=True)
 class Observation:
