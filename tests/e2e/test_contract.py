@@ -487,7 +487,7 @@ async def test_every_reason(chain: Mesh, case: Case) -> None:
         before = await _position(chain)
         answer = await case.send(chain)
         tickets = case.reserved_tokens > 0
-        await _until(lambda: chain.desk.ledger.open.keys() == before.open)
+        await _until(lambda: _held_by(chain) == before.held)
         after = await _position(chain)
 
     assert case.reason.value == answer.headers["x-llm-reason"][0]
@@ -499,20 +499,27 @@ async def test_every_reason(chain: Mesh, case: Case) -> None:
     _check_retry(case, answer)
 
 
+Held = tuple[frozenset[str], int, int]
+"""Open tickets, streams, and bytes that are being counted."""
+
+
 @dataclass(frozen=True)
 class Position:
-    """What was reserved, how many reservations were ever made, and how many requests engines ever saw."""
+    """What the desk holds, how many reservations were ever made, and how many requests engines ever saw."""
 
-    open: frozenset[str]
+    held: Held
     tickets: int
     engine_requests: int
 
 
 async def _position(chain: Mesh) -> Position:
-    desk = chain.desk
     states = [await asyncio.to_thread(engine.state) for engine in chain.engines.values() if engine.running]
     seen = sum(int(state["requests_total"] or 0) for state in states)
-    return Position(frozenset(desk.ledger.open), desk._tickets, seen)
+    return Position(_held_by(chain), chain.desk._tickets, seen)
+
+
+def _held_by(chain: Mesh) -> Held:
+    return frozenset(chain.desk.ledger.open), chain.desk.streams, chain.desk.intake_bytes
 
 
 def _check_shape(case: Case, answer: Answer) -> None:
