@@ -1,27 +1,35 @@
-"""Chat bodies of a wanted size, made of genuine English text, each of them different.
+"""Chat bodies of a wanted size, made of genuine English text, no two requests alike.
 
 The text is the reference that CPython carries for its own help(): half a megabyte of prose and examples. Sizes are
-found by asking the service, so that a count in a result is the service's own, and differing bodies keep a cache from
-answering for the tokenizer.
+found by asking the service, so that a count in a result is the service's own. Each request carries a number of its
+own in the user's message, so that no cache of whole messages answers for the tokenizer. Words repeat, as they do.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
+from itertools import cycle
 from pydoc_data.topics import topics
+
+from bench.load import request
 
 PATH = "/v1/chat/completions"
 MODEL = "qwen3"
 OUTPUT_TOKENS = 16
 SYSTEM = "You answer questions about the text that the user sends. Answer briefly, and quote the sentence you rely on."
 
+NUMBER = b"Question %06d: "
+"""Begins the user's message. Tokenizers of today take digits one by one, or by three, so all numbers count alike."""
+
+NUMBERS_MAX = 10**6
+
 CHARS_PER_TOKEN = 4.3
 """First guess; English prose has about four characters a token."""
 
 TOLERANCE_RATIO = 0.01
-ATTEMPTS_MAX = 12
+ATTEMPTS_MAX = 32
 
 Count = Callable[[bytes], Awaitable[int]]
 """Input tokens of a body, as the service answers them."""
@@ -40,11 +48,20 @@ class Bodies:
         """Their mean size."""
         return sum(map(len, self.bodies)) // len(self.bodies)
 
+    def requests(self) -> Iterator[bytes]:
+        """Requests without end, all different: the bodies in turn, each time with another number."""
+        first = NUMBER % 0
+        for number, data in enumerate(cycle([request(PATH, body) for body in self.bodies])):
+            yield data.replace(first, NUMBER % (number % NUMBERS_MAX), 1)
+
 
 def chat(text: str) -> bytes:
-    """A chat with a system message and `text` from the user."""
-    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}]
-    return json.dumps({"model": MODEL, "messages": messages, "max_tokens": OUTPUT_TOKENS}).encode()
+    """A chat with a system message and a numbered `text` from the user."""
+    numbered = (NUMBER % 0).decode() + text
+    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": numbered}]
+    document = {"model": MODEL, "messages": messages, "max_tokens": OUTPUT_TOKENS}
+    # As the SDKs write it: no spaces, no escapes.
+    return json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 async def build(name: str, count: int, tokens: int, ask: Count) -> Bodies:
@@ -58,12 +75,20 @@ async def build(name: str, count: int, tokens: int, ask: Count) -> Bodies:
 
 
 async def _fitted(text: str, tokens: int, ask: Count) -> tuple[bytes, int]:
-    """The body of a prefix of `text` that comes close enough, and its tokens."""
-    chars = int(tokens * CHARS_PER_TOKEN)
+    """The body of a prefix of `text` that comes close enough, and its tokens.
+
+    Each try follows the density of the last one, and halves the bracket where that leads out of it: tables and rules
+    of the text have many characters a token.
+    """
+    low, high = 0, len(text)
+    chars = min(high, int(tokens * CHARS_PER_TOKEN))
     for _ in range(ATTEMPTS_MAX):
         body = chat(text[:chars])
         found = await ask(body)
         if abs(found - tokens) <= tokens * TOLERANCE_RATIO:
             return body, found
-        chars += int((tokens - found) * CHARS_PER_TOKEN * 0.8)
+        low, high = (chars, high) if found < tokens else (low, chars)
+        chars = chars * tokens // found
+        if not low < chars < high:
+            chars = (low + high) // 2
     raise ValueError(f"no text of about {tokens} tokens found")

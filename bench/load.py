@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import cycle
 from types import TracebackType
 from typing import Self, cast
 
@@ -160,14 +159,14 @@ class Load:
         for connection in self._connections:
             connection.close()
 
-    async def run(self, requests: Sequence[bytes], seconds: float, turns_min: int = 1) -> list[int]:
+    async def run(self, requests: Iterator[bytes], seconds: float, turns_min: int = 1) -> list[int]:
         """Keep all connections busy for `seconds`; latencies in ns, in no order. LoadError at the first wrong answer.
 
-        Each connection has at least `turns_min` answers, however long that takes.
+        Connections take `requests` as they need them, so they must not end. Each connection has at least `turns_min`
+        answers, however long that takes.
         """
-        turn = cycle(requests)
         deadline_ns = time.perf_counter_ns() + int(seconds * 1e9)
-        runs = [connection.start(turn, deadline_ns, turns_min) for connection in self._connections]
+        runs = [connection.start(requests, deadline_ns, turns_min) for connection in self._connections]
         try:
             async with asyncio.timeout(seconds + turns_min * ANSWER_S_MAX):
                 await asyncio.gather(*runs)

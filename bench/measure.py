@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
@@ -101,7 +101,7 @@ def tell(text: str) -> None:
 
 async def _warm_up(variants: Sequence[Variant], bodies: Bodies, plan: Plan) -> None:
     """The interpreter specializes code, pools fill, Envoy connects."""
-    requests = [request(PATH, body) for body in bodies.bodies]
+    requests = bodies.requests()
     for variant in variants:
         async with Load(variant.port, max(plan.concurrencies), variant.expected) as load:
             await load.run(requests, plan.warm_up_s)
@@ -115,7 +115,7 @@ async def _idle(variants: Sequence[Variant]) -> dict[Name, int]:
 
 
 async def _scenario(stage: Stage, bodies: Bodies, concurrency: int, plan: Plan) -> Scenario:
-    requests = [request(PATH, body) for body in bodies.bodies]
+    requests = bodies.requests()
     samples = {variant.name: Sample() for variant in stage.variants}
     rounds = 0
     async with AsyncExitStack() as stack:
@@ -135,7 +135,7 @@ async def _scenario(stage: Stage, bodies: Bodies, concurrency: int, plan: Plan) 
 
 
 async def _slice(  # noqa: PLR0913, PLR0917 (what one slice is made of)
-    stage: Stage, variant: Variant, load: Load, requests: Sequence[bytes], plan: Plan, sample: Sample
+    stage: Stage, variant: Variant, load: Load, requests: Iterator[bytes], plan: Plan, sample: Sample
 ) -> None:
     pid = variant.server_pid
     envoy_before_ns = cpu_ns(stage.envoy_pid)
