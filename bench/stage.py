@@ -244,13 +244,14 @@ def _listener(part: Mapping[str, Any], name: Name, port: int) -> dict[str, Any]:
     listener["address"]["socket_address"]["port_value"] = port
     manager = listener["filter_chains"][0]["filters"][0]["typed_config"]
     manager["stat_prefix"] = name.value
-    ext_proc, router = manager["http_filters"]
+    filters = {each["name"]: each for each in manager["http_filters"]}
     if name is Name.NO_FILTER:
-        manager["http_filters"] = [router]
+        manager["http_filters"] = [filters["envoy.filters.http.router"]]
         route = {"match": {"prefix": "/"}, "route": {"cluster": noop.POOL}}
         manager["route_config"]["virtual_hosts"][0]["routes"] = [route]
     else:
-        ext_proc["typed_config"]["grpc_service"]["envoy_grpc"]["cluster_name"] = name.value
+        service = filters["envoy.filters.http.ext_proc"]["typed_config"]["grpc_service"]
+        service["envoy_grpc"]["cluster_name"] = name.value
     return listener
 
 
