@@ -61,7 +61,7 @@ EXPECTED: Mapping[Name, Expected] = {
     Name.NOOP: Expected(200, b"x-engine-name: engine"),
     Name.TOKENLANE: Expected(200, b"x-llm-input-tokens: "),
     Name.TOKENLANE_REFUSING: Expected(429, b"x-llm-reason: token_budget_exhausted"),
-    Name.NOOP_REFUSING: Expected(429, b"token_budget_exhausted"),
+    Name.NOOP_REFUSING: Expected(429, b"x-llm-reason: token_budget_exhausted"),
 }
 
 

@@ -64,7 +64,8 @@ def _refused() -> pb.ProcessingResponse:
     immediate.details = "noop"
     _set(immediate.headers, "content-type", "application/json")
     _set(immediate.headers, "retry-after", "1")
-    # Without a reason in the metadata Envoy would replace the reply by one of its own.
+    # Envoy knows a refusal of its service by the reason, in header and metadata, and would replace one without.
+    _set(immediate.headers, names.REASON_HEADER, reason)
     namespace = reply.dynamic_metadata.fields[names.METADATA_NAMESPACE].struct_value
     namespace.fields[names.METADATA_REASON].string_value = reason
     return reply
