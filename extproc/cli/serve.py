@@ -22,6 +22,11 @@ from extproc.settings import PolicyError, load_policy
 @click.option("--drain-delay-s", default=0.0, show_default=True, help="Keep accepting after SIGTERM for this long.")
 @click.option("--drain-grace-s", default=30.0, show_default=True, help="Let what runs finish for this long.")
 @click.option("--tokenizer-threads", default=2, show_default=True, help="Threads that count tokens.")
+@click.option(
+    "--journal",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="File that keeps open reservations across a crash; on storage that outlives the process.",
+)
 @click.option("--log-level", default="info", show_default=True, type=click.Choice(["info", "warning", "error"]))
 def serve(  # noqa: PLR0913, PLR0917 (one parameter an option)
     policy: Path,
@@ -30,12 +35,13 @@ def serve(  # noqa: PLR0913, PLR0917 (one parameter an option)
     drain_delay_s: float,
     drain_grace_s: float,
     tokenizer_threads: int,
+    journal: Path | None,
     log_level: str,
 ) -> None:
     """Serve ext_proc streams under POLICY. Every option can be set as TOKENLANE_SERVE_<OPTION>."""
     logs.configure(log_level)
     host, _, port = admin.rpartition(":")
-    options = Options(listen, host, int(port), drain_delay_s, drain_grace_s, tokenizer_threads)
+    options = Options(listen, host, int(port), drain_delay_s, drain_grace_s, tokenizer_threads, journal)
     try:
         uvloop.run(_serve(Server(load_policy(policy), options)))
     except (PolicyError, TokenizerError, OSError, RuntimeError) as error:

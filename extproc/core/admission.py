@@ -10,7 +10,7 @@ state of the fleet, so that a client is never told to retry what can never run.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from extproc.core.drain import NS_PER_S, delay_ns
 from extproc.core.lanes import classify
@@ -45,12 +45,15 @@ class Desk:
     def __init__(self, policy: Policy, instance: str) -> None:
         self.policy = policy
         self.ledger = Ledger(policy.replicas())
+        self.orphans: set[str] = set()
+        """Tickets of open reservations that no stream of this process watches."""
         self.draining = False
         self.streams = 0
         self.intake_bytes = 0
         self._instance = instance
         self._tickets = 0
         self._paths = {endpoint.value: endpoint for endpoint in policy.endpoints}
+        self._replica_at = {replica.address: replica.name for replica in policy.replicas()}
         self._bypass = {(rule.method, rule.path): Bypass(rule.pool) for rule in policy.bypass}
 
     def screen(self, head: RequestHead) -> Endpoint | Bypass | Reject:
@@ -141,16 +144,46 @@ class Desk:
         reservation = self.ledger.reserve(
             self._next_ticket(), account.replica.name, lane, demand.reserve_tokens, now_ns
         )
-        return Admit(reservation, limits.pool, account.replica.address, demand)
+        replica = account.replica
+        busy_retry_ns = delay_ns(demand.reserve_tokens, replica.release_tokens_per_s)
+        return Admit(reservation, limits.pool, replica.address, demand, busy_retry_ns)
 
     def end(self, ticket: str, ending: Ending) -> Reservation | None:
-        """End the reservation of a stream; None when it had expired before."""
+        """End a reservation; None when it had ended before, by expiry or by the access log."""
+        self.orphans.discard(ticket)
         return self.ledger.end(ticket, ending) if ticket in self.ledger.open else None
 
     def expire(self, now_ns: int) -> list[Reservation]:
         """End the reservations that stand for longer than a response can run."""
         overdue = list(self.ledger.admitted_before(now_ns - self.policy.limits.response_ns_max - EXPIRY_SLACK_NS))
-        return [self.ledger.end(reservation.ticket, Ending.EXPIRED) for reservation in overdue]
+        for reservation in overdue:
+            self.end(reservation.ticket, Ending.EXPIRED)
+        return overdue
+
+    def adopt(self, reservations: Iterable[Reservation]) -> list[Reservation]:
+        """Take over what a lost process admitted, as orphans; what ran on a replica that is gone is left out."""
+        adopted = [reservation for reservation in reservations if reservation.replica in self.ledger.accounts]
+        for reservation in adopted:
+            self.ledger.adopt(reservation)
+            self.orphans.add(reservation.ticket)
+        return adopted
+
+    def abandon(self, ticket: str) -> None:
+        """The stream that watched a reservation is gone, but its response may still run."""
+        if ticket in self.ledger.open:
+            self.orphans.add(ticket)
+
+    def served(self, ticket: str, address: str) -> bool:
+        """Follow a request to the replica at `address` that serves it; true when that is not the reserved one.
+
+        Without an address, or with one that no replica of the policy has, the reservation stays where it is.
+        """
+        reservation = self.ledger.open.get(ticket)
+        replica = self._replica_at.get(address)
+        if reservation is None or replica is None or replica == reservation.replica:
+            return False
+        self.ledger.move(ticket, replica)
+        return True
 
     def set_ready(self, replica: str, *, ready: bool) -> None:
         """What a probe says of a replica; what runs there goes on."""

@@ -7,11 +7,14 @@ Rules:
    requests, and then changes nothing.
 3. A reservation ends exactly once, by name. Ending an unknown ticket raises and changes nothing.
 4. Reservations are kept in the order of admission. All may stand equally long, so the oldest expires first.
+5. What already runs is counted even where it does not fit: `adopt` takes over what another process admitted, `move`
+   follows a request to the replica that served it. Both may leave a replica above its budget, never below zero.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
 from extproc.core.policy import Replica
@@ -41,7 +44,7 @@ class Account:
         """Tokens left: gross - guard - active - ahead, for a request at the tail of its lane.
 
         Ahead is the reserve of the waiting interactive requests, for either lane: bulk never overtakes them, and
-        waiting bulk gives way to interactive. Negative when a ceiling was lowered under live reservations.
+        waiting bulk gives way to interactive. Negative where what runs is more than the budget (rule 5).
         """
         return self.replica.budget_tokens - self.active_tokens - self.waiting_tokens[Lane.INTERACTIVE]
 
@@ -81,9 +84,7 @@ class Ledger:
         if reserve_tokens > account.replica.budget_tokens - account.active_tokens or not account.under_cap:
             raise LedgerError(f"{reserve_tokens} tokens do not fit: {account!r}")
         reservation = Reservation(ticket, replica, lane, reserve_tokens, now_ns)
-        self._open[ticket] = reservation
-        account.active_tokens += reserve_tokens
-        account.active_requests += 1
+        self._hold(reservation)
         return reservation
 
     def end(self, ticket: str, ending: Ending) -> Reservation:
@@ -91,10 +92,38 @@ class Ledger:
         reservation = self._open.pop(ticket, None)
         if reservation is None:
             raise LedgerError(f"ticket {ticket} is not open, so it cannot be {ending}")
+        self._let_go(reservation)
+        return reservation
+
+    def adopt(self, reservation: Reservation) -> None:
+        """Count a reservation that was made before this process; LedgerError when its ticket is open.
+
+        Older than everything that this process admits, so adoptions come before the first `reserve`.
+        """
+        if reservation.ticket in self._open:
+            raise LedgerError(f"ticket {reservation.ticket} is already open")
+        self._hold(reservation)
+
+    def move(self, ticket: str, replica: str) -> Reservation:
+        """Count an open reservation on another replica; LedgerError when it is not open."""
+        reservation = self._open.get(ticket)
+        if reservation is None:
+            raise LedgerError(f"ticket {ticket} is not open, so it cannot be moved")
+        self._let_go(reservation)
+        moved = replace(reservation, replica=replica)
+        self._hold(moved)
+        return moved
+
+    def _hold(self, reservation: Reservation) -> None:
+        account = self._accounts[reservation.replica]
+        self._open[reservation.ticket] = reservation
+        account.active_tokens += reservation.reserve_tokens
+        account.active_requests += 1
+
+    def _let_go(self, reservation: Reservation) -> None:
         account = self._accounts[reservation.replica]
         account.active_tokens -= reservation.reserve_tokens
         account.active_requests -= 1
-        return reservation
 
     def admitted_before(self, then_ns: int) -> Iterator[Reservation]:
         """Open reservations admitted before `then_ns`, oldest first."""

@@ -9,6 +9,12 @@ METADATA_REASON = "reason"
 """Present in the metadata of every refusal made here, and of nothing else."""
 
 METADATA_TICKET = "ticket"
+METADATA_LANE = "lane"
+METADATA_DESTINATION = "destination"
+"""Address of the reserved replica; the access log is compared with it."""
+
+METADATA_RETRY_AFTER = "retry_after"
+"""Retry-After of the answer that takes the place of an engine's own 429 or 503, in seconds."""
 
 OWN_PREFIX = "x-llm-"
 """Headers that only the gateway writes, in both directions; a client's copies are removed."""

@@ -48,6 +48,7 @@ RULES: Mapping[Reason, Rule] = MappingProxyType(
         Reason.QUEUE_FULL: Rule(429, _BUSY, Retry.AFTER),
         Reason.TOKEN_BUDGET_EXHAUSTED: Rule(429, _BUSY, Retry.AFTER),
         Reason.CONCURRENCY_LIMIT: Rule(429, _BUSY, Retry.AFTER),
+        Reason.ENGINE_BUSY: Rule(429, _BUSY, Retry.AFTER),
         Reason.CAPACITY_UNAVAILABLE: Rule(503, "overloaded_error", Retry.AFTER),
         Reason.ADMISSION_UNAVAILABLE: Rule(503, _API, Retry.AFTER),
         Reason.DRAINING: Rule(503, _API, Retry.AFTER),

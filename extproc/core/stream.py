@@ -6,6 +6,8 @@ Rules:
    each message is answered exactly once.
 2. A reservation is made on `Counted` and by nothing else. It is ended on `Ended` and by nothing else, whatever
    happened between: the stream lives exactly as long as the HTTP response.
+   The one exception is `Detached`: the transport broke, or this process stops, while the response may still run. The
+   reservation then stays, as an orphan of the desk.
 3. Until the admission is written (`Written`), nothing runs for the reservation, so its end is a release; after
    that the response ran, and its end is a settlement.
 4. An event that the table does not list raises and changes nothing.
@@ -93,7 +95,12 @@ class Ended:
     """The stream is over, for whatever reason."""
 
 
-Event = HeadArrived | BodyArrived | Counted | Faulted | Written | PartArrived | Ended
+@dataclass(frozen=True, slots=True)
+class Detached:
+    """The stream is out of sight, which says nothing about the response."""
+
+
+Event = HeadArrived | BodyArrived | Counted | Faulted | Written | PartArrived | Ended | Detached
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,34 +160,41 @@ TRANSITIONS: Mapping[State, Mapping[type[Event], frozenset[State]]] = MappingPro
         State.HEAD: {
             HeadArrived: frozenset({State.BODY, State.PASSED, State.REFUSED}),
             Ended: frozenset({State.ENDED}),
+            Detached: frozenset({State.ENDED}),
         },
         State.BODY: {
             Written: frozenset({State.BODY}),
             BodyArrived: frozenset({State.COUNTING, State.REFUSED}),
             Ended: frozenset({State.ENDED}),
+            Detached: frozenset({State.ENDED}),
         },
         State.COUNTING: {
             Counted: frozenset({State.ADMITTED, State.REFUSED}),
             Faulted: frozenset({State.REFUSED}),
             Ended: frozenset({State.ENDED}),
+            Detached: frozenset({State.ENDED}),
         },
         State.ADMITTED: {
             Written: frozenset({State.RUNNING}),
             Ended: frozenset({State.ENDED}),
+            Detached: frozenset({State.ENDED}),
         },
         State.RUNNING: {
             Written: frozenset({State.RUNNING}),
             PartArrived: frozenset({State.RUNNING}),
             Ended: frozenset({State.ENDED}),
+            Detached: frozenset({State.ENDED}),
         },
         State.PASSED: {
             Written: frozenset({State.PASSED}),
             PartArrived: frozenset({State.PASSED}),
             Ended: frozenset({State.ENDED}),
+            Detached: frozenset({State.ENDED}),
         },
         State.REFUSED: {
             Written: frozenset({State.REFUSED}),
             Ended: frozenset({State.ENDED}),
+            Detached: frozenset({State.ENDED}),
         },
         State.ENDED: {},
     }
@@ -227,8 +241,10 @@ class Stream:
                 return Done(), State.RUNNING if self.state is State.ADMITTED else self.state
             case PartArrived(part):
                 return PassPart(part), self.state
-            case _:
+            case Ended():
                 return self._ended(), State.ENDED
+            case _:
+                return self._detached(), State.ENDED
 
     def _head(self, head: RequestHead) -> tuple[Action, State]:
         self.head = head
@@ -260,13 +276,23 @@ class Stream:
         return Route(verdict, body), State.ADMITTED
 
     def _ended(self) -> Done:
-        self._leave_intake()
-        self._desk.streams -= 1
+        self._leave()
         if self.admit is None:
             return Done()
         ending = Ending.SETTLED if self.state is State.RUNNING else Ending.RELEASED
         reservation = self._desk.end(self.admit.reservation.ticket, ending)
         return Done(None if reservation is None else ending)
+
+    def _detached(self) -> Done:
+        if self.admit is None or self.state is not State.RUNNING:
+            return self._ended()
+        self._leave()
+        self._desk.abandon(self.admit.reservation.ticket)
+        return Done()
+
+    def _leave(self) -> None:
+        self._leave_intake()
+        self._desk.streams -= 1
 
     def _leave_intake(self) -> None:
         self._desk.leave(self._intake_bytes)

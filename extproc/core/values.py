@@ -34,6 +34,7 @@ class Reason(StrEnum):
     QUEUE_FULL = "queue_full"
     TOKEN_BUDGET_EXHAUSTED = "token_budget_exhausted"  # noqa: S105 (a reason, not a secret)
     CONCURRENCY_LIMIT = "concurrency_limit"
+    ENGINE_BUSY = "engine_busy"
     CAPACITY_UNAVAILABLE = "capacity_unavailable"
     ADMISSION_UNAVAILABLE = "admission_unavailable"
     DRAINING = "draining"
@@ -49,6 +50,16 @@ class Ending(StrEnum):
     SETTLED = "settled"  # the response it stands for ended, completely or not
     RELEASED = "released"  # the admission never reached Envoy, so nothing runs for it
     EXPIRED = "expired"  # it stood for longer than a response can run
+
+
+@unique
+class ResponseEnd(StrEnum):
+    """How the response to an admitted request ended, as Envoy saw it."""
+
+    COMPLETE = "complete"
+    CLIENT_LEFT = "client_left"
+    ENGINE_FAILED = "engine_failed"
+    TIMEOUT = "timeout"
 
 
 Detail = int | str | bool | None
@@ -134,12 +145,17 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """Verdict: the request runs on `reservation.replica`, whose address is `address`, in `pool`."""
+    """Verdict: the request runs on `reservation.replica`, whose address is `address`, in `pool`.
+
+    `busy_retry_ns` is the time in which the replica releases as many tokens as this request reserved: when the engine
+    itself turns the request away, a retry before that is unlikely to fare better.
+    """
 
     reservation: Reservation
     pool: str
     address: str
     demand: Demand
+    busy_retry_ns: int
 
 
 @dataclass(frozen=True, slots=True)

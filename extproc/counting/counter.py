@@ -107,34 +107,26 @@ class Counter:
         )
 
     async def count(self, draft: Draft) -> Counted:
-        """Count exactly, off the event loop; Fault where the exact count does not fit."""
+        """Count exactly, off the event loop; Fault where the exact count does not fit, or nothing can count it."""
         if not draft.prompts.texts:
             return self.count_now(draft)
-        return await asyncio.get_running_loop().run_in_executor(self._pool, self.count_now, draft)
+        try:
+            tokens = asyncio.get_running_loop().run_in_executor(self._pool, self._tokenize, draft)
+        except RuntimeError as error:  # the pool takes no more work
+            raise _tokenizer_unavailable() from error
+        return _counted(draft, await tokens)
 
     def count_now(self, draft: Draft) -> Counted:
-        """Count exactly, in this thread; Fault where the exact count does not fit."""
+        """The same in this thread."""
+        return _counted(draft, self._tokenize(draft) if draft.prompts.texts else draft.prompts.lengths)
+
+    def _tokenize(self, draft: Draft) -> Sequence[int]:
         prompts = draft.prompts
-        tokens: Sequence[int] = prompts.lengths
-        if prompts.texts:
-            backend = self._prepared[draft.model.name].loaded.backend
-            tokens = backend.count_batch(prompts.texts, add_special_tokens=prompts.add_special_tokens)
-        tokens = tuple(min(count, draft.kept_tokens) for count in tokens)
-        if not all(tokens):
-            raise malformed("a prompt without a single token cannot run", "prompt")
-        ran = run(draft.ceiling, tokens, draft.asked.sequences_per_prompt)
-        least = draft.ceiling.run_tokens(max(tokens))
-        if draft.asked.min_tokens > least:
-            raise malformed(f"min_tokens is above the output ceiling, which is {least} here", "min_tokens")
-        demand = Demand(
-            model=draft.model.name,
-            prompts_tokens=tokens,
-            max_output_tokens=ran.max_output_tokens,
-            output_tokens=ran.output_tokens,
-            sequences=len(tokens) * draft.asked.sequences_per_prompt,
-            lowered=draft.lowered,
-        )
-        return Counted(demand, _written(draft, ran.max_output_tokens))
+        backend = self._prepared[draft.model.name].loaded.backend
+        try:
+            return backend.count_batch(prompts.texts, add_special_tokens=prompts.add_special_tokens)
+        except BaseException as error:  # a panic of the library is no Exception
+            raise _tokenizer_unavailable() from error
 
     def close(self) -> None:
         """Stop the threads; texts that wait for one are dropped."""
@@ -160,6 +152,30 @@ def _prepare(directory: Path) -> _Prepared:
     except jinja2.TemplateError as error:
         raise TokenizerError(f"{directory}: the chat template does not compile: {error}") from error
     return _Prepared(loaded, templates)
+
+
+def _tokenizer_unavailable() -> Fault:
+    return Fault(Reason.TOKENIZER_UNAVAILABLE, "the tokenizer of this model has failed; try again")
+
+
+def _counted(draft: Draft, prompts_tokens: Sequence[int]) -> Counted:
+    """The demand of `draft` whose prompts have `prompts_tokens`; Fault where that does not fit."""
+    tokens = tuple(min(count, draft.kept_tokens) for count in prompts_tokens)
+    if not all(tokens):
+        raise malformed("a prompt without a single token cannot run", "prompt")
+    ran = run(draft.ceiling, tokens, draft.asked.sequences_per_prompt)
+    least = draft.ceiling.run_tokens(max(tokens))
+    if draft.asked.min_tokens > least:
+        raise malformed(f"min_tokens is above the output ceiling, which is {least} here", "min_tokens")
+    demand = Demand(
+        model=draft.model.name,
+        prompts_tokens=tokens,
+        max_output_tokens=ran.max_output_tokens,
+        output_tokens=ran.output_tokens,
+        sequences=len(tokens) * draft.asked.sequences_per_prompt,
+        lowered=draft.lowered,
+    )
+    return Counted(demand, _written(draft, ran.max_output_tokens))
 
 
 def _bounds(prompts: vllm.Prompts, loaded: Loaded, kept_tokens: int) -> tuple[list[int], list[int]]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+from envoy_data_plane.envoy.config.accesslog import v3 as accesslog
 from envoy_data_plane.envoy.config.common.mutation_rules import v3 as mutation_rules
 from envoy_data_plane.envoy.config.core import v3 as core
 from envoy_data_plane.envoy.config.listener import v3 as listener
+from envoy_data_plane.envoy.extensions.access_loggers.grpc import v3 as grpc_access_log
 from envoy_data_plane.envoy.extensions.filters.http.ext_proc import v3 as ext_proc
 from envoy_data_plane.envoy.extensions.filters.http.router import v3 as router
 from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager import v3 as hcm
@@ -17,6 +19,7 @@ from extproc.core.names import DESTINATION_HEADER, METADATA_NAMESPACE, OWN_PREFI
 from extproc.core.policy import Limits, Policy
 from extproc.envoy_config.addresses import address
 from extproc.envoy_config.clusters import TOKENLANE_CLUSTER
+from extproc.envoy_config.engine_busy import engine_busy_filter
 from extproc.envoy_config.packing import duration, extension, remove, remove_prefix
 from extproc.envoy_config.replies import local_replies
 from extproc.envoy_config.routes import route_table
@@ -32,6 +35,12 @@ SERVICE_BACKOFF = core.BackoffStrategy(
     base_interval=timedelta(milliseconds=10), max_interval=timedelta(milliseconds=50)
 )
 """Between tries of a call to the service. Envoy's default of a second would hold every client while it is away."""
+
+RUNNING_INTERVAL_NS = 5_000_000_000
+"""Running responses are logged this often: time enough to follow one that another replica serves."""
+
+FLUSH_INTERVAL_NS = 10_000_000
+"""Entries wait this long for company: an orphan ends that much later, and a message carries many of them."""
 
 ENGINE_PRIORITY_HEADERS = ("x-vllm-priority", "x-data-parallel-rank")
 """Headers by which a client would jump an engine's queue or choose its rank."""
@@ -73,6 +82,7 @@ def hcm_filter(policy: Policy) -> hcm.HttpConnectionManager:
         route_config=route_table(policy),
         http_filters=[
             hcm.HttpFilter(name="envoy.filters.http.ext_proc", typed_config=ProtoAny.pack(_ext_proc(limits))),
+            hcm.HttpFilter(name="envoy.filters.http.custom_response", typed_config=ProtoAny.pack(engine_busy_filter())),
             hcm.HttpFilter(name="envoy.filters.http.router", typed_config=ProtoAny.pack(router.Router())),
         ],
         common_http_protocol_options=core.HttpProtocolOptions(max_stream_duration=duration(stream_ns_max)),
@@ -102,7 +112,24 @@ def hcm_filter(policy: Policy) -> hcm.HttpConnectionManager:
         path_with_escaped_slashes_action=hcm.HttpConnectionManagerPathWithEscapedSlashesAction.KEEP_UNCHANGED,
         always_set_request_id_in_response=True,
         local_reply_config=local_replies(policy.version),
+        access_log=[_access_log()],
+        access_log_options=hcm.HttpConnectionManagerHcmAccessLogOptions(
+            access_log_flush_interval=duration(RUNNING_INTERVAL_NS)
+        ),
     )
+
+
+def _access_log() -> accesslog.AccessLog:
+    """Entries to the service: the end of every response, and who serves the running ones."""
+    logger = grpc_access_log.HttpGrpcAccessLogConfig(
+        common_config=grpc_access_log.CommonGrpcAccessLogConfig(
+            log_name="tokenlane",
+            transport_api_version=core.ApiVersion.V3,
+            grpc_service=core.GrpcService(envoy_grpc=core.GrpcServiceEnvoyGrpc(cluster_name=TOKENLANE_CLUSTER)),
+            buffer_flush_interval=duration(FLUSH_INTERVAL_NS),
+        )
+    )
+    return accesslog.AccessLog(name="envoy.access_loggers.http_grpc", typed_config=ProtoAny.pack(logger))
 
 
 def _ext_proc(limits: Limits) -> ext_proc.ExternalProcessor:

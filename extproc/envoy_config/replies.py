@@ -18,7 +18,7 @@ from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager i
 from envoy_data_plane.envoy.type.matcher import v3 as matcher
 from envoy_data_plane.google.protobuf import Struct
 
-from extproc.core.names import LANE_HEADER, METADATA_NAMESPACE, METADATA_REASON, REASON_HEADER
+from extproc.core.names import LANE_HEADER, METADATA_NAMESPACE, METADATA_REASON, METADATA_RETRY_AFTER, REASON_HEADER
 from extproc.core.rejection import LANE_UNKNOWN, RULES, Retry
 from extproc.core.values import Reason
 from extproc.envoy_config.packing import header
@@ -29,6 +29,7 @@ MESSAGES = {
     Reason.MALFORMED_REQUEST: "the request could not be read",
     Reason.UNKNOWN_ENDPOINT: "this endpoint or upgrade is not served here",
     Reason.BODY_TOO_LARGE: "the request body is larger than the gateway accepts",
+    Reason.ENGINE_BUSY: "the engine is busy; try again",
     Reason.CAPACITY_UNAVAILABLE: "no engine could be reached for this request",
     Reason.ADMISSION_UNAVAILABLE: "no admission decision could be made",
     Reason.UPSTREAM_TIMEOUT: "the engine did not answer in time",
@@ -37,8 +38,9 @@ MESSAGES = {
 """The reasons that Envoy itself can give."""
 
 RETRY_AFTER_S = {
-    Reason.ADMISSION_UNAVAILABLE: 1,  # a restart of the service takes about a second
-    Reason.CAPACITY_UNAVAILABLE: 2,  # two probes of a replica, which is when verdicts learn of its loss
+    Reason.ADMISSION_UNAVAILABLE: "1",  # a restart of the service takes about a second
+    Reason.CAPACITY_UNAVAILABLE: "2",  # two probes of a replica, which is when verdicts learn of its loss
+    Reason.ENGINE_BUSY: f"%DYNAMIC_METADATA({METADATA_NAMESPACE}:{METADATA_RETRY_AFTER})%",  # written at admission
 }
 
 _EQ, _LE = accesslog.ComparisonFilterOp.EQ, accesslog.ComparisonFilterOp.LE
@@ -60,6 +62,7 @@ MAPPINGS = (
     Mapping(Reason.UNKNOWN_ENDPOINT, _EQ, 403),
     Mapping(Reason.UNKNOWN_ENDPOINT, _EQ, 404),
     Mapping(Reason.BODY_TOO_LARGE, _EQ, 413),
+    Mapping(Reason.ENGINE_BUSY, _EQ, 429),
     Mapping(Reason.MALFORMED_REQUEST, _LE, 499),
     Mapping(Reason.CAPACITY_UNAVAILABLE, _EQ, 502, status=503),
     Mapping(Reason.CAPACITY_UNAVAILABLE, _EQ, 503),
@@ -88,7 +91,7 @@ def reply_headers(reason: Reason, policy_version: str) -> list[core.HeaderValueO
         headers.append(header("x-should-retry", "false"))
     elif RULES[reason].retry is Retry.AFTER:
         seconds = RETRY_AFTER_S[reason]
-        headers += [header("retry-after", str(seconds)), header("retry-after-ms", str(1000 * seconds))]
+        headers += [header("retry-after", seconds), header("retry-after-ms", f"{seconds}000")]
     return headers
 
 

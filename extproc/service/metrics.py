@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 
 from extproc.core.admission import Desk
 from extproc.core.rejection import LANE_UNKNOWN
-from extproc.core.values import Demand, Ending, Lane, Reason
+from extproc.core.values import Demand, Ending, Lane, Reason, ResponseEnd
 
 TOKEN_BUCKETS = tuple(2**power for power in range(4, 21))
 """Powers of two from 16 to 1,048,576 tokens."""
@@ -44,10 +44,20 @@ class Metrics:
         self._tokens = {
             lane: (inputs.labels(lane), outputs.labels(lane)) for lane in (Lane.INTERACTIVE, Lane.BULK, Lane.OVERFLOW)
         }
+        responses = self._counter("responses", "Responses to admitted requests by how they ended", "lane", "end")
+        self._responses = {
+            (lane, end): responses.labels(lane, end) for lane in (Lane.INTERACTIVE, Lane.BULK) for end in ResponseEnd
+        }
+        self._mismatches = self._counter("replica_mismatches", "Responses served by another replica than the reserved")
+        self._journal_errors = self._counter("journal_errors", "Records of the journal that could not be written")
         self._decision_s = self._histogram(
             "decision_seconds", "Time from the last message needed to the verdict", SECONDS_BUCKETS
         )
         self._faults = self._counter("internal_errors", "Faults of this service")
+
+    def journal_error(self) -> None:
+        """Count a record that the journal could not write."""
+        self._journal_errors.inc()
 
     def admitted(self, lane: Lane, demand: Demand) -> None:
         """Count an admission."""
@@ -67,6 +77,14 @@ class Metrics:
     def ended(self, ending: Ending) -> None:
         """Count the end of a reservation."""
         self._ended[ending].inc()
+
+    def responded(self, lane: Lane, end: ResponseEnd) -> None:
+        """Count the end of a response to an admitted request."""
+        self._responses[lane, end].inc()
+
+    def mismatched(self) -> None:
+        """Count a response that another replica served than the reserved one."""
+        self._mismatches.inc()
 
     def decided(self, seconds: float) -> None:
         """Record how long a verdict took."""
@@ -99,6 +117,9 @@ class _DeskCollector(Collector):
         yield InfoMetricFamily("tokenlane_policy", "Policy in force", {"version": desk.policy.version})
         yield GaugeMetricFamily("tokenlane_streams", "Requests admitted or being decided", value=desk.streams)
         yield GaugeMetricFamily("tokenlane_intake_bytes", "Bodies being counted", value=desk.intake_bytes)
+        yield GaugeMetricFamily(
+            "tokenlane_orphans", "Open reservations that no stream watches", value=len(desk.orphans)
+        )
         yield GaugeMetricFamily("tokenlane_draining", "1 while this process stops", value=desk.draining)
         families = {
             "reserved_tokens": "Tokens held by open reservations",

@@ -3,7 +3,8 @@
 Start: tokenizers load, every replica is probed once, the gRPC server listens, and only then is it ready.
 Drain: not ready, but still accepting for `drain_delay_s`, because endpoints lag behind health; then new requests are
 refused with `draining` while what runs goes on; at the latest after `drain_grace_s` the server stops. Envoy lets
-responses finish without it (failure_mode_allow), so stopping truncates nothing.
+responses finish without it (failure_mode_allow), so stopping truncates nothing, and what still runs stays in the
+journal for the next process.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import asyncio
 import secrets
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import grpc.aio
 import structlog
+from envoy.service.accesslog.v3 import als_pb2 as als
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from grpc_health.v1 import health_pb2_grpc
 
@@ -22,8 +25,12 @@ from extproc.core.admission import Desk
 from extproc.core.policy import Policy
 from extproc.core.values import Ending
 from extproc.counting import Counter
+from extproc.service import access_log
+from extproc.service.access_log import AccessLog
 from extproc.service.admin import Admin
+from extproc.service.book import Book
 from extproc.service.health import Health
+from extproc.service.journal import Journal
 from extproc.service.metrics import Metrics
 from extproc.service.probes import Prober
 from extproc.service.servicer import Servicer
@@ -53,6 +60,7 @@ class Options:
     drain_delay_s: float = 0.0
     drain_grace_s: float = 30.0
     tokenizer_threads: int = 2
+    journal: Path | None = None
 
 
 class Server:
@@ -68,12 +76,17 @@ class Server:
         self._policy = policy
         self._options = options
         self._prober = Prober(self.desk)
+        self._stopping = False
         self._admin = Admin(self.desk, self.metrics, self.health)
 
     async def start(self) -> None:
-        """Load, probe, listen, then be ready. Raises TokenizerError or OSError."""
+        """Load, adopt, probe, listen, then be ready. Raises TokenizerError, JournalError or OSError."""
         options = self._options
+        self._journal = None if options.journal is None else Journal(options.journal, self.metrics.journal_error)
+        self._book = Book(self.metrics, self._journal)
+        self._access_log = AccessLog(self.desk, self._book, self.metrics)
         self._counter = await asyncio.to_thread(Counter, self._policy, threads=options.tokenizer_threads)
+        self._adopt()
         await self._prober.start()
         self.admin_port = await self._admin.start(options.admin_host, options.admin_port)
         self._grpc = self._build()
@@ -84,8 +97,20 @@ class Server:
         await self.health.set_ready(ready=True)
         _log.info("ready", policy=self._policy.version, listen=options.listen, admin_port=self.admin_port)
 
+    def _adopt(self) -> None:
+        """Take over what the last process left running."""
+        if self._journal is None:
+            _log.warning("no_journal", consequence="a crash forgets what runs, and its tokens are handed out again")
+            return
+        adopted = self.desk.adopt(self._journal.read(time.monotonic_ns()))
+        _log.info("adopted", reservations=len(adopted), tokens=sum(r.reserve_tokens for r in adopted))
+
+    def _detaching(self) -> bool:
+        """A broken stream leaves an orphan when this process stops, or when the access log will tell its end."""
+        return self._stopping or self._access_log.connected > 0
+
     def _build(self) -> grpc.aio.Server:
-        self._servicer = Servicer(self.desk, self._counter, self.metrics)
+        self._servicer = Servicer(self.desk, self._counter, self.metrics, self._book, self._detaching)
         body_bytes_max = self._policy.limits.body_bytes_max
         server = grpc.aio.server(
             options=[
@@ -100,7 +125,19 @@ class Server:
         process: grpc.RpcMethodHandler[pb.ProcessingRequest, bytes] = grpc.stream_stream_rpc_method_handler(
             self._servicer.process, request_deserializer=pb.ProcessingRequest.FromString
         )
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Process": process}),))
+        log: grpc.RpcMethodHandler[als.StreamAccessLogsMessage, als.StreamAccessLogsResponse] = (
+            grpc.stream_unary_rpc_method_handler(
+                self._access_log.stream,
+                request_deserializer=als.StreamAccessLogsMessage.FromString,
+                response_serializer=als.StreamAccessLogsResponse.SerializeToString,
+            )
+        )
+        server.add_generic_rpc_handlers(
+            (
+                grpc.method_handlers_generic_handler(SERVICE, {"Process": process}),
+                grpc.method_handlers_generic_handler(access_log.SERVICE, {"StreamAccessLogs": log}),
+            )
+        )
         health_pb2_grpc.add_HealthServicer_to_server(self.health.servicer, server)
         return server
 
@@ -116,17 +153,22 @@ class Server:
     async def stop(self) -> None:
         """Stop now; open streams end, and Envoy lets their responses finish."""
         await self.health.set_ready(ready=False)
+        self._stopping = True
         self._expirer.cancel()
         await asyncio.gather(self._expirer, return_exceptions=True)
         await self._grpc.stop(grace=0)
         await self._prober.close()
         await self._admin.close()
         self._counter.close()
+        if self._journal is not None:
+            self._journal.close()
         _log.info("stopped", reservations_open=len(self.desk.ledger.open))
 
     async def _expire(self) -> None:
         while True:
             await asyncio.sleep(EXPIRY_INTERVAL_S)
+            if self._journal is not None:
+                self._journal.compact(self.desk.ledger.open.values())
             for reservation in self.desk.expire(time.monotonic_ns()):
-                self.metrics.ended(Ending.EXPIRED)
+                self._book.ended(reservation.ticket, Ending.EXPIRED)
                 _log.warning("expired", ticket=reservation.ticket, replica=reservation.replica)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections.abc import Callable
 from typing import Any
 
 import grpc.aio
@@ -17,10 +18,11 @@ import structlog
 
 from extproc.core import rejection
 from extproc.core.admission import Desk
-from extproc.core.drain import NS_PER_S, PPM
+from extproc.core.drain import NS_PER_S, PPM, retry_after
 from extproc.core.stream import (
     Continue,
     Count,
+    Detached,
     Done,
     Ended,
     Event,
@@ -36,22 +38,31 @@ from extproc.core.stream import (
 from extproc.core.values import Admit, Fault, Reason, Reject
 from extproc.counting import Counter
 from extproc.service import wire
+from extproc.service.book import Book
 from extproc.service.metrics import Metrics
 
 _WRITTEN = Written()
 _ENDED = Ended()
+_DETACHED = Detached()
 _INTERNAL_ERROR = Reject(Reason.INTERNAL_ERROR, "the gateway failed to decide; nothing was reserved")
 
 _log = structlog.get_logger()
 
 
 class Servicer:
-    """Serves ext_proc streams over one desk and one counter."""
+    """Serves ext_proc streams over one desk and one counter.
 
-    def __init__(self, desk: Desk, counter: Counter, metrics: Metrics) -> None:
+    `detaching` says whether a stream that breaks off leaves its reservation as an orphan.
+    """
+
+    def __init__(
+        self, desk: Desk, counter: Counter, metrics: Metrics, book: Book, detaching: Callable[[], bool]
+    ) -> None:
         self._desk = desk
+        self._book = book
         self._counter = counter
         self._metrics = metrics
+        self._detaching = detaching
         self._attempts = desk.policy.limits.upstream_retries_max + 1
         self._idle = asyncio.Event()
         self._idle.set()
@@ -68,15 +79,25 @@ class Servicer:
         """One stream, from Envoy's first message to the end of the HTTP response."""
         stream = Stream(self._desk)
         self._idle.clear()
+        over: Event = _ENDED
         try:
             await self._serve(stream, context)
+        except BaseException:
+            # Envoy nearly always half-closes a stream when its response has ended. A stream that breaks off says
+            # nothing of the response, so with an access log to tell its end, the reservation waits for that.
+            if self._detaching():
+                over = _DETACHED
+            raise
         finally:
             # Synchronous, so a cancellation cannot come between the end of the stream and the end of its reservation.
-            done = stream.receive(_ENDED, time.monotonic_ns())
-            if isinstance(done, Done) and done.ended is not None:
-                self._metrics.ended(done.ended)
-            if self._desk.streams == 0:
-                self._idle.set()
+            self._close(stream, over)
+
+    def _close(self, stream: Stream, over: Event) -> None:
+        done = stream.receive(over, time.monotonic_ns())
+        if stream.admit is not None and isinstance(done, Done) and done.ended is not None:
+            self._book.ended(stream.admit.reservation.ticket, done.ended)
+        if self._desk.streams == 0:
+            self._idle.set()
 
     async def _serve(self, stream: Stream, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         while (message := await context.read()) is not grpc.aio.EOF:
@@ -119,11 +140,14 @@ class Servicer:
             draft = self._counter.read(action.endpoint, action.body, lowered=action.lowered)
             return await self._counter.count(draft)
         except Fault as fault:
+            if fault.reason is Reason.TOKENIZER_UNAVAILABLE:
+                self._metrics.fault()
+                _log.error("tokenizer_failed", error=repr(fault.__cause__))
             return Faulted(fault)
 
     def _admit(self, stream: Stream, admit: Admit, body: bytes | None, started_ns: int) -> bytes:
         reservation, demand = admit.reservation, admit.demand
-        self._metrics.admitted(reservation.lane, demand)
+        self._book.made(admit)
         _log.info(
             "admit",
             request_id=_request_id(stream),
@@ -137,7 +161,14 @@ class Servicer:
             reserved_tokens=reservation.reserve_tokens,
             decision_us=self._decided(started_ns),
         )
-        return wire.admitted(admit, body, attempts=self._attempts, policy_version=self._desk.policy.version)
+        busy = retry_after(admit.busy_retry_ns, _jitter_ppm())
+        return wire.admitted(
+            admit,
+            body,
+            attempts=self._attempts,
+            policy_version=self._desk.policy.version,
+            busy_retry_s=busy.header_s,
+        )
 
     def _refuse(self, stream: Stream, reject: Reject, started_ns: int) -> bytes:
         self._metrics.refused(reject.lane, reject.reason, reject.demand)
@@ -145,7 +176,7 @@ class Servicer:
             reject,
             policy_version=self._desk.policy.version,
             request_id=_request_id(stream),
-            jitter_ppm=random.randrange(PPM),  # noqa: S311 (spreads retries, guards nothing)
+            jitter_ppm=_jitter_ppm(),
         )
         _log.info(
             "refuse",
@@ -164,6 +195,10 @@ class Servicer:
         taken_ns = time.monotonic_ns() - started_ns
         self._metrics.decided(taken_ns / NS_PER_S)
         return taken_ns // 1000
+
+
+def _jitter_ppm() -> int:
+    return random.randrange(PPM)  # noqa: S311 (spreads retries, guards nothing)
 
 
 def _request_id(stream: Stream) -> str:

@@ -108,10 +108,11 @@ PASS: Mapping[Part, bytes] = MappingProxyType(
 """Replies that leave a part as it is. The documented mode sends response trailers only; a mesh may send the others."""
 
 
-def admitted(admit: Admit, body: bytes | None, *, attempts: int, policy_version: str) -> bytes:
+def admitted(admit: Admit, body: bytes | None, *, attempts: int, policy_version: str, busy_retry_s: int) -> bytes:
     """Reply to the body message of an admitted request.
 
     The destination is written once for each of Envoy's `attempts`, so that a retry stays on the reserved replica.
+    `busy_retry_s` is the Retry-After for a client whose request the engine turns away.
     """
     reservation, demand = admit.reservation, admit.demand
     reply = pb.ProcessingResponse()
@@ -125,13 +126,15 @@ def admitted(admit: Admit, body: bytes | None, *, attempts: int, policy_version:
     _annotate(
         reply,
         (
-            ("lane", reservation.lane.value),
+            (names.METADATA_LANE, reservation.lane.value),
             ("input_tokens", str(demand.input_tokens)),
             ("max_output_tokens", str(demand.max_output_tokens)),
             ("reserved_tokens", str(reservation.reserve_tokens)),
             ("queue_ms", "0"),
             ("policy", policy_version),
             (names.METADATA_TICKET, reservation.ticket),
+            (names.METADATA_DESTINATION, admit.address),
+            (names.METADATA_RETRY_AFTER, str(busy_retry_s)),
         ),
     )
     return _bytes(reply)
@@ -141,7 +144,14 @@ def passed(bypass: Bypass, *, policy_version: str) -> bytes:
     """Reply to the header message of a request that carries no tokens."""
     reply = pb.ProcessingResponse()
     _route(reply.request_headers.response, Lane.BYPASS, bypass.pool)
-    _annotate(reply, (("lane", Lane.BYPASS.value), ("policy", policy_version)))
+    _annotate(
+        reply,
+        (
+            (names.METADATA_LANE, Lane.BYPASS.value),
+            ("policy", policy_version),
+            (names.METADATA_RETRY_AFTER, "1"),  # nothing is reserved that could be waited for
+        ),
+    )
     return _bytes(reply)
 
 

@@ -468,8 +468,9 @@ async def test_ids_need_no_thread() -> None:
     ids, text = (closed.read(COMPLETIONS, orjson.dumps({"prompt": prompt})) for prompt in ([1, 2, 3], "x"))
 
     assert 3 == (await closed.count(ids)).demand.input_tokens
-    with pytest.raises(RuntimeError):
+    with pytest.raises(Fault) as refused:
         await closed.count(text)
+    assert Reason.TOKENIZER_UNAVAILABLE == refused.value.reason
 
 
 # --- loading

@@ -16,6 +16,7 @@ from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from extproc.core.admission import Desk
 from extproc.core.values import Ending
 from extproc.counting import Counter
+from extproc.service.book import Book
 from extproc.service.metrics import Metrics
 from extproc.service.servicer import Servicer
 from extproc.settings import PolicySection, freeze
@@ -91,7 +92,7 @@ async def test_every_stream_ends_clean(seed: int) -> None:
     desk.set_ready("chat-0", ready=True)
     metrics = Metrics(desk)
     counter = Counter(policy)
-    servicer = Servicer(desk, counter, metrics)
+    servicer = Servicer(desk, counter, metrics, Book(metrics, None), detaching=lambda: False)
     rng = random.Random(seed)
     for _ in range(STREAMS // AT_ONCE):
         await asyncio.gather(*(_one(servicer, rng) for _ in range(AT_ONCE)))

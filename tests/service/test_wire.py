@@ -150,7 +150,7 @@ def test_empty_message() -> None:
 
 def _admit() -> Admit:
     demand = Demand("m", (14_000,), 2_000, 4_000, 2)
-    return Admit(Reservation("i-1", "docs-0", Lane.BULK, 18_000, 0), "docs", "10.0.0.1:8000", demand)
+    return Admit(Reservation("i-1", "docs-0", Lane.BULK, 18_000, 0), "docs", "10.0.0.1:8000", demand, 0)
 
 
 def _headers(mutation: api.HeaderMutation | None) -> dict[str, bytes]:
@@ -162,7 +162,9 @@ def _headers(mutation: api.HeaderMutation | None) -> dict[str, bytes]:
 
 def test_admitted() -> None:
     """An admission routes by lane and pool, names its replica once an attempt, and annotates the response."""
-    reply = api.ProcessingResponse.parse(wire.admitted(_admit(), b"{}", attempts=2, policy_version="v1"))
+    reply = api.ProcessingResponse.parse(
+        wire.admitted(_admit(), b"{}", attempts=2, policy_version="v1", busy_retry_s=7)
+    )
     assert reply.request_body is not None
     common = reply.request_body.response
     assert common is not None
@@ -186,13 +188,15 @@ def test_admitted() -> None:
             "queue_ms": "0",
             "policy": "v1",
             "ticket": "i-1",
+            "destination": "10.0.0.1:8000",
+            "retry_after": "7",
         }
     } == reply.dynamic_metadata.to_dict()
 
 
 def test_unchanged_body_is_not_sent_back() -> None:
     """Without a new body there is no body mutation and no content-length."""
-    reply = api.ProcessingResponse.parse(wire.admitted(_admit(), None, attempts=1, policy_version="v1"))
+    reply = api.ProcessingResponse.parse(wire.admitted(_admit(), None, attempts=1, policy_version="v1", busy_retry_s=7))
     assert reply.request_body is not None
     common = reply.request_body.response
     assert common is not None
@@ -234,7 +238,9 @@ def test_golden_bytes() -> None:
 
 def test_raw_value_only() -> None:
     """Only raw_value is set, because some Envoys refuse a header that has both."""
-    reply = pb.ProcessingResponse.FromString(wire.admitted(_admit(), None, attempts=1, policy_version="v1"))
+    reply = pb.ProcessingResponse.FromString(
+        wire.admitted(_admit(), None, attempts=1, policy_version="v1", busy_retry_s=7)
+    )
     options = reply.request_body.response.header_mutation.set_headers
 
     assert {""} == {option.header.value for option in options}
