@@ -173,17 +173,16 @@ class Desk:
         if ticket in self.ledger.open:
             self.orphans.add(ticket)
 
-    def served(self, ticket: str, address: str) -> bool:
-        """Follow a request to the replica at `address` that serves it; true when that is not the reserved one.
+    def served(self, ticket: str, address: str) -> Reservation | None:
+        """Follow a request to the replica at `address` that serves it; the reservation, if that moved it.
 
         Without an address, or with one that no replica of the policy has, the reservation stays where it is.
         """
         reservation = self.ledger.open.get(ticket)
         replica = self._replica_at.get(address)
         if reservation is None or replica is None or replica == reservation.replica:
-            return False
-        self.ledger.move(ticket, replica)
-        return True
+            return None
+        return self.ledger.move(ticket, replica)
 
     def set_ready(self, replica: str, *, ready: bool) -> None:
         """What a probe says of a replica; what runs there goes on."""

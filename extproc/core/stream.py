@@ -4,8 +4,9 @@ Rules:
 
 1. Envoy sends the headers, then (for a request with a body) the whole body, then nothing until the HTTP stream ends;
    each message is answered exactly once.
-2. A reservation is made on `Counted` and by nothing else. It is ended on `Ended` and by nothing else, whatever
-   happened between: the stream lives exactly as long as the HTTP response.
+2. A reservation is made on `Counted` and by nothing else. It is ended on `Ended` and by nothing else here, whatever
+   happened between: the stream lives exactly as long as the HTTP response. Where the desk has ended it before, by
+   expiry or by the access log, `Ended` changes nothing.
    The one exception is `Detached`: the transport broke, or this process stops, while the response may still run. The
    reservation then stays, as an orphan of the desk.
 3. Until the admission is written (`Written`), nothing runs for the reservation, so its end is a release; after

@@ -58,6 +58,7 @@ class ResponseEnd(StrEnum):
 
     COMPLETE = "complete"
     CLIENT_LEFT = "client_left"
+    ENGINE_BUSY = "engine_busy"
     ENGINE_FAILED = "engine_failed"
     TIMEOUT = "timeout"
 

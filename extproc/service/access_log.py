@@ -1,10 +1,12 @@
-"""Envoy's gRPC access log: why a response ended, who served it, and the end of orphans.
+"""Envoy's gRPC access log: why a response ended, who served it, and the end of what no stream watches.
 
-The end of a stream releases a reservation; an entry comes about 2 ms later and says the rest. An entry of a running
-response (Envoy flushes those periodically) moves the reservation when another replica serves it than the reserved
-one. An entry of an ended response also ends the reservation if it is an orphan: nobody else would before it expires.
+The end of a stream releases a reservation; an entry comes some milliseconds later and says the rest. An entry of a
+running response (Envoy flushes those periodically) moves the reservation when another replica serves it than the
+reserved one. An entry of an ended response also ends the reservation where the stream has not: that of an orphan, for
+which nobody else would before it expires, or of a stream whose end the entry overtook.
 
-One stream a worker of Envoy, so entries of all its requests come to one server, whichever server admitted them.
+One stream a worker of Envoy, so entries of all its requests come to one server, whichever server admitted them. What
+an entry holds is another program's: one that cannot be used is counted, and the stream goes on.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from envoy.service.accesslog.v3 import als_pb2 as pb
 
 from extproc.core import names
 from extproc.core.admission import Desk
-from extproc.core.values import Ending, Lane, ResponseEnd
+from extproc.core.drain import NS_PER_S
+from extproc.core.rejection import STATUS
+from extproc.core.values import Ending, Lane, Reason, ResponseEnd
 from extproc.service.book import Book
 from extproc.service.metrics import Metrics
 from extproc.service.wire import REQUEST_ID_CHARS_MAX
@@ -28,11 +32,18 @@ SERVICE = "envoy.service.accesslog.v3.AccessLogService"
 _log = structlog.get_logger()
 
 
+_LANES = {lane.value: lane for lane in (Lane.INTERACTIVE, Lane.BULK)}
+
+
 class AccessLog:
-    """Receives access log streams. `connected` is the number of open ones."""
+    """Receives access log streams. `reached` says that Envoy has ever sent one.
+
+    It stays true: a connection that breaks takes its access log along with its requests, in any order, and an Envoy
+    that has logged here will do so again.
+    """
 
     def __init__(self, desk: Desk, book: Book, metrics: Metrics) -> None:
-        self.connected = 0
+        self.reached = False
         self._desk = desk
         self._book = book
         self._metrics = metrics
@@ -41,13 +52,10 @@ class AccessLog:
         self, requests: AsyncIterator[pb.StreamAccessLogsMessage], _context: object
     ) -> pb.StreamAccessLogsResponse:
         """One stream of entries, for as long as Envoy keeps it."""
-        self.connected += 1
-        try:
-            async for message in requests:
-                for entry in message.http_logs.log_entry:
-                    self._take(entry)
-        finally:
-            self.connected -= 1
+        self.reached = True
+        async for message in requests:
+            for entry in message.http_logs.log_entry:
+                self._take(entry)
         return pb.StreamAccessLogsResponse()
 
     def _take(self, entry: data.HTTPAccessLogEntry) -> None:
@@ -56,15 +64,26 @@ class AccessLog:
         ticket = fields[names.METADATA_TICKET].string_value
         if not ticket:
             return  # refused, passed without tokens, or answered by Envoy before a verdict
-        reserved, served = fields[names.METADATA_DESTINATION].string_value, _address(common.upstream_remote_address)
-        self._desk.served(ticket, served)
+        served = _address(common.upstream_remote_address)
+        moved = self._desk.served(ticket, served)
+        if moved is not None:
+            self._book.moved(moved)
         if common.intermediate_log_entry:
             return
+        lane = _LANES.get(fields[names.METADATA_LANE].string_value)
+        if lane is None:
+            self._metrics.unread()
+        else:
+            self._ended(entry, ticket, lane, fields[names.METADATA_DESTINATION].string_value, served)
+        if self._desk.end(ticket, Ending.SETTLED) is not None:
+            self._book.ended(ticket, Ending.SETTLED)
+
+    def _ended(self, entry: data.HTTPAccessLogEntry, ticket: str, lane: Lane, reserved: str, served: str) -> None:
+        common, end = entry.common_properties, response_end(entry)
         if served and served != reserved:
             self._metrics.mismatched()
             _log.warning("replica_mismatch", ticket=ticket, reserved=reserved, served=served)
-        end = response_end(entry)
-        self._metrics.responded(Lane(fields[names.METADATA_LANE].string_value), end)
+        self._metrics.responded(lane, end, common.duration.ToNanoseconds() / NS_PER_S)
         if end is not ResponseEnd.COMPLETE:
             _log.info(
                 "response",
@@ -77,8 +96,6 @@ class AccessLog:
                 response_bytes=entry.response.response_body_bytes,
                 duration_ms=common.duration.ToMilliseconds(),
             )
-        if ticket in self._desk.orphans and self._desk.end(ticket, Ending.SETTLED) is not None:
-            self._book.ended(ticket, Ending.SETTLED)
 
 
 def response_end(entry: data.HTTPAccessLogEntry) -> ResponseEnd:
@@ -86,8 +103,16 @@ def response_end(entry: data.HTTPAccessLogEntry) -> ResponseEnd:
     flags = entry.common_properties.response_flags
     if flags.downstream_connection_termination or flags.downstream_remote_reset:
         return ResponseEnd.CLIENT_LEFT
-    if flags.upstream_request_timeout or flags.duration_timeout or flags.stream_idle_timeout:
+    timed_out = (
+        flags.upstream_request_timeout
+        or flags.duration_timeout
+        or flags.upstream_max_stream_duration_reached
+        or flags.stream_idle_timeout
+    )
+    if timed_out:
         return ResponseEnd.TIMEOUT
+    if entry.response.response_code.value == STATUS[Reason.ENGINE_BUSY]:
+        return ResponseEnd.ENGINE_BUSY  # an admitted request has no other way to this status
     failed = (
         flags.upstream_connection_failure
         or flags.upstream_connection_termination

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from extproc.core.values import Admit, Ending
+from extproc.core.values import Admit, Ending, Reservation
 from extproc.service.journal import Journal
 from extproc.service.metrics import Metrics
 
@@ -19,6 +19,11 @@ class Book:
         self._metrics.admitted(admit.reservation.lane, admit.demand)
         if self._journal is not None:
             self._journal.made(admit.reservation)
+
+    def moved(self, reservation: Reservation) -> None:
+        """A reservation is counted on another replica than before."""
+        if self._journal is not None:
+            self._journal.made(reservation)
 
     def ended(self, ticket: str, ending: Ending) -> None:
         """A reservation has ended."""

@@ -21,6 +21,9 @@ TOKEN_BUCKETS = tuple(2**power for power in range(4, 21))
 
 SECONDS_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 
+RESPONSE_SECONDS_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+"""Up to the default of the longest response."""
+
 
 class Metrics:
     """The registry of one service, with bound children for the hot path."""
@@ -48,15 +51,23 @@ class Metrics:
         self._responses = {
             (lane, end): responses.labels(lane, end) for lane in (Lane.INTERACTIVE, Lane.BULK) for end in ResponseEnd
         }
+        seconds = self._histogram(
+            "response_seconds",
+            "Admitted requests from arrival to end",
+            RESPONSE_SECONDS_BUCKETS,
+            "lane",
+        )
+        self._response_s = {lane: seconds.labels(lane) for lane in (Lane.INTERACTIVE, Lane.BULK)}
+        self._unread = self._counter("access_log_unread", "Access log entries of admitted requests that name no lane")
         self._mismatches = self._counter("replica_mismatches", "Responses served by another replica than the reserved")
-        self._journal_errors = self._counter("journal_errors", "Records of the journal that could not be written")
+        self._journal_errors = self._counter("journal_errors", "Writes to the journal that failed")
         self._decision_s = self._histogram(
             "decision_seconds", "Time from the last message needed to the verdict", SECONDS_BUCKETS
         )
         self._faults = self._counter("internal_errors", "Faults of this service")
 
     def journal_error(self) -> None:
-        """Count a record that the journal could not write."""
+        """Count a write to the journal that failed."""
         self._journal_errors.inc()
 
     def admitted(self, lane: Lane, demand: Demand) -> None:
@@ -78,9 +89,14 @@ class Metrics:
         """Count the end of a reservation."""
         self._ended[ending].inc()
 
-    def responded(self, lane: Lane, end: ResponseEnd) -> None:
-        """Count the end of a response to an admitted request."""
+    def responded(self, lane: Lane, end: ResponseEnd, seconds: float) -> None:
+        """Count the end of a response to an admitted request, `seconds` after the request came."""
         self._responses[lane, end].inc()
+        self._response_s[lane].observe(seconds)
+
+    def unread(self) -> None:
+        """Count an access log entry that could not be used."""
+        self._unread.inc()
 
     def mismatched(self) -> None:
         """Count a response that another replica served than the reserved one."""

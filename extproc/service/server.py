@@ -107,7 +107,7 @@ class Server:
 
     def _detaching(self) -> bool:
         """A broken stream leaves an orphan when this process stops, or when the access log will tell its end."""
-        return self._stopping or self._access_log.connected > 0
+        return self._stopping or self._access_log.reached
 
     def _build(self) -> grpc.aio.Server:
         self._servicer = Servicer(self.desk, self._counter, self.metrics, self._book, self._detaching)
