@@ -12,6 +12,7 @@ import click
 from extproc import __version__
 
 COMMANDS = {
+    "check": "extproc.cli.check:check_command",
     "count": "extproc.cli.count:count",
     "demo": "extproc.cli.demo:demo",
     "envoy-config": "extproc.cli.envoy_config:envoy_config",
