@@ -45,7 +45,7 @@ class Plan:
 
 
 FULL = Plan(scenario_s=60, slice_s=0.5, turns_min=3, warm_up_s=1.5, chat_bodies=64, document_bodies=4)
-QUICK = Plan(scenario_s=4, slice_s=0.2, turns_min=1, warm_up_s=0.3, chat_bodies=16, document_bodies=2)
+QUICK = Plan(scenario_s=3, slice_s=0.2, turns_min=1, warm_up_s=0.3, chat_bodies=16, document_bodies=2)
 
 
 @dataclass(slots=True)
