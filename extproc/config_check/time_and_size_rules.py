@@ -23,9 +23,6 @@ WINDOW_BYTES = 16 * 2**20
 INJECTED_BYTES_MAX = 64 * 2**10
 """The most that the service adds to a body."""
 
-MESSAGE_MARGIN_BYTES = 2 * 2**20
-"""What the service's gRPC server takes beyond the body cap."""
-
 HEADER_BYTES_MAX = 60 * 2**10
 """Envoy's default bound on request headers, which travel in messages too."""
 
@@ -121,7 +118,7 @@ def _window_bytes(manager: Manager) -> int:
 
 def message_size(policy: Policy, manager: Manager) -> Iterator[Fault]:
     """Whatever Envoy buffers fits a message to the service."""
-    taken = policy.limits.body_bytes_max + MESSAGE_MARGIN_BYTES - HEADER_BYTES_MAX
+    taken = policy.limits.message_bytes_max
     buffered = {"per_connection_buffer_limit_bytes": _buffer_bytes(manager, {})}
     if choice(manager.config, "codec_type", CODECS) != "HTTP1":
         buffered["initial_stream_window_size"] = _window_bytes(manager)
@@ -129,6 +126,6 @@ def message_size(policy: Policy, manager: Manager) -> Iterator[Fault]:
         if limit > taken:
             yield Fault(
                 manager.where,
-                f"{name} is {limit}, so a body of more than about {taken} bytes is buffered but too large for a "
-                "message to the service, and its client is told 503, to come again, and not 413",
+                f"{name} is {limit}, so a body of more than {taken} bytes is buffered but too large for a message to the "
+                "service, and its client is told 503, to come again, and not 413",
             )

@@ -77,7 +77,8 @@ class Desk:
             return Reject(Reason.UNSUPPORTED_ENCODING, "content-type must be application/json", param="content-type")
         if head.end_of_stream:
             return Reject(Reason.MALFORMED_REQUEST, "the request has no body")
-        if head.content_length_bytes is not None and head.content_length_bytes > self.policy.limits.body_bytes_max:
+        # A body over the cap that Envoy can hold is refused once it is there: see `Limits.buffer_bytes`.
+        if head.content_length_bytes is not None and head.content_length_bytes > self.policy.limits.buffer_bytes:
             return self._too_large(head.content_length_bytes)
         return None
 

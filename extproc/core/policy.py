@@ -13,6 +13,12 @@ from enum import StrEnum, unique
 
 from extproc.core.values import Lane
 
+BUFFER_MARGIN_BYTES = 2**20
+"""Buffer beyond twice the body cap: room for what the service injects (at most 64 KiB), however small the cap."""
+
+MESSAGE_MARGIN_BYTES = 2**20
+"""gRPC message over the largest body that Envoy buffers: headers travel too, in messages of their own."""
+
 
 @unique
 class OverContext(StrEnum):
@@ -35,6 +41,14 @@ class EngineName(StrEnum):
     """Engine profiles: whose rules turn a body into prompts and ceilings."""
 
     VLLM = "vllm"
+
+
+@unique
+class TokenizerBackend(StrEnum):
+    """Which library counts; the counts are the same."""
+
+    AUTO = "auto"  # fastokens where it is installed and proven equal at load, else huggingface
+    HUGGINGFACE = "huggingface"
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +132,7 @@ class Model:
     default_ceiling_tokens: int | None
     interactive: LaneLimits | None
     bulk: LaneLimits | None
+    tokenizer_backend: TokenizerBackend = TokenizerBackend.HUGGINGFACE
 
     @property
     def lanes(self) -> tuple[LaneLimits, ...]:
@@ -148,6 +163,20 @@ class Limits:
     decision_ns_max: int
     response_ns_max: int
     upstream_retries_max: int
+
+    @property
+    def buffer_bytes(self) -> int:
+        """The largest body that Envoy reads to its end; above it, a body is refused while it is still coming.
+
+        Twice the cap, because a refusal in the middle of an upload gets lost: Envoy resets the HTTP/2 stream, or closes
+        the HTTP/1 connection, of a client that is still writing, and many clients then report that instead.
+        """
+        return 2 * self.body_bytes_max + BUFFER_MARGIN_BYTES
+
+    @property
+    def message_bytes_max(self) -> int:
+        """The largest gRPC message between Envoy and the service."""
+        return self.buffer_bytes + MESSAGE_MARGIN_BYTES
 
 
 @dataclass(frozen=True, slots=True)

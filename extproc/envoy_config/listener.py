@@ -24,10 +24,6 @@ from extproc.envoy_config.packing import duration, extension, remove, remove_pre
 from extproc.envoy_config.replies import local_replies
 from extproc.envoy_config.routes import route_table
 
-BUFFER_MARGIN_BYTES = 2**20
-"""Buffer beyond the body cap: room for what the service injects (at most 64 KiB), and for a body somewhat over the
-cap to reach the service, whose refusal says more than Envoy's."""
-
 CONNECTION_WINDOW_BYTES = 24 * 2**20
 """Envoy's default for all streams of a connection together; never below the window of one stream."""
 
@@ -52,7 +48,7 @@ def build_listener(policy: Policy, listen: str) -> listener.Listener:
     return listener.Listener(
         name="tokenlane",
         address=address(listen),
-        per_connection_buffer_limit_bytes=buffer_bytes(policy.limits),
+        per_connection_buffer_limit_bytes=policy.limits.buffer_bytes,
         filter_chains=[
             listener.FilterChain(
                 filters=[
@@ -65,18 +61,13 @@ def build_listener(policy: Policy, listen: str) -> listener.Listener:
     )
 
 
-def buffer_bytes(limits: Limits) -> int:
-    """The largest body that Envoy buffers; it answers 413 itself above it."""
-    return limits.body_bytes_max + BUFFER_MARGIN_BYTES
-
-
 def hcm_filter(policy: Policy) -> hcm.HttpConnectionManager:
     """The HTTP connection manager with its filters and routes."""
     limits = policy.limits
     # Counted from the arrival of the request, so it has to hold the upload, the verdict and the response. The route
     # timeout is the exact bound of a response; this is the bound of everything.
     stream_ns_max = 2 * limits.decision_ns_max + limits.response_ns_max
-    window_bytes = buffer_bytes(limits)
+    window_bytes = limits.buffer_bytes
     return hcm.HttpConnectionManager(
         stat_prefix="tokenlane",
         route_config=route_table(policy),

@@ -37,10 +37,6 @@ from extproc.service.servicer import Servicer
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 
-MESSAGE_MARGIN_BYTES = 2 * 2**20
-"""gRPC message over the body cap: Envoy's buffer is larger than the cap, so that an oversized body still gets an
-answer of ours, and the headers travel too."""
-
 KEEPALIVE_PING_INTERVAL_MS_MIN = 1000
 """Shortest interval of Envoy's pings that is tolerated. gRPC's default of 5 minutes answers Envoy's pings with
 GOAWAY, which kills every held stream."""
@@ -86,6 +82,10 @@ class Server:
         self._book = Book(self.metrics, self._journal)
         self._access_log = AccessLog(self.desk, self._book, self.metrics)
         self._counter = await asyncio.to_thread(Counter, self._policy, threads=options.tokenizer_threads)
+        self._counter.warm()
+        self.metrics.watch_tokenizers(self._counter)
+        for model, backend in self._counter.backends().items():
+            _log.info("tokenizer", model=model, backend=backend.name, doubt=backend.doubt)
         self._adopt()
         await self._prober.start()
         self.admin_port = await self._admin.start(options.admin_host, options.admin_port)
@@ -111,11 +111,11 @@ class Server:
 
     def _build(self) -> grpc.aio.Server:
         self._servicer = Servicer(self.desk, self._counter, self.metrics, self._book, self._detaching)
-        body_bytes_max = self._policy.limits.body_bytes_max
+        message_bytes_max = self._policy.limits.message_bytes_max
         server = grpc.aio.server(
             options=[
-                ("grpc.max_receive_message_length", body_bytes_max + MESSAGE_MARGIN_BYTES),
-                ("grpc.max_send_message_length", body_bytes_max + MESSAGE_MARGIN_BYTES),
+                ("grpc.max_receive_message_length", message_bytes_max),
+                ("grpc.max_send_message_length", message_bytes_max),
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_PING_INTERVAL_MS_MIN),
                 ("grpc.keepalive_permit_without_calls", 1),
                 ("grpc.http2.max_ping_strikes", 0),

@@ -25,7 +25,7 @@ from tests.e2e.mesh import CHAT, COMPLETIONS, Mesh, chat, ids, mesh
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(60)]
 
 BODY_BYTES_MAX = 200_000
-BUFFER_BYTES = BODY_BYTES_MAX + 2**20
+BUFFER_BYTES = 2 * BODY_BYTES_MAX + 2**20
 """What Envoy buffers; it refuses more itself."""
 
 CONTEXT_TOKENS_MAX = 70_000

@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 
-from extproc.envoy_config.listener import BUFFER_MARGIN_BYTES
+from extproc.core.policy import BUFFER_MARGIN_BYTES
 from tests.envoy.gateway import BODY_BYTES_MAX, ENGINES, Gateway, Service, admit, in_body, in_headers, refuse
 
 pytestmark = pytest.mark.timeout(60)
@@ -192,7 +192,7 @@ async def test_a_body_over_the_buffer_is_413_of_the_contract(
     gateway: Gateway, client: httpx.AsyncClient, sized: bool
 ) -> None:
     """What Envoy itself refuses to buffer is body_too_large, not to be retried."""
-    body = b"x" * (BODY_BYTES_MAX + 2 * BUFFER_MARGIN_BYTES)
+    body = b"x" * (2 * (BODY_BYTES_MAX + BUFFER_MARGIN_BYTES))
     answer = await client.post(f"{gateway.url}{PATH}", content=body if sized else chunks(body))
 
     assert (413, "body_too_large", "false", None) == (
