@@ -128,6 +128,10 @@ class ModelSection(_Section):
 
     aliases: list[Name] = Field([], description="other names under which clients ask for it")
     tokenizer_dir: Path = Field(description="directory with tokenizer.json (or .json.xz) and tokenizer_config.json")
+    tokenizer_backend: core.TokenizerBackend = Field(
+        core.TokenizerBackend.AUTO,
+        description="auto: fastokens where it is installed and proven equal at load, else huggingface",
+    )
     engine: core.EngineName = Field(core.EngineName.VLLM, description="engine profile")
     context_tokens_max: Tokens = Field(description="the engine's max_model_len")
     total_over_context: core.OverContext = Field(
@@ -246,6 +250,7 @@ def _model(name: str, section: ModelSection, base: Path) -> core.Model:
         default_ceiling_tokens=None if section.default_ceiling == "context" else section.default_ceiling,
         interactive=None if section.lanes.interactive is None else _interactive(section.lanes.interactive),
         bulk=None if section.lanes.bulk is None else _bulk(section.lanes.bulk),
+        tokenizer_backend=section.tokenizer_backend,
     )
 
 

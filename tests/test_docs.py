@@ -87,7 +87,8 @@ def _metric_catalogue() -> str:
     for family in metrics.registry.collect():
         names = labels.get(family.name)
         if names is None:
-            names = tuple(dict.fromkeys(name for sample in family.samples for name in sample.labels))
+            seen = dict.fromkeys(name for sample in family.samples for name in sample.labels)
+            names = tuple(seen) or getattr(family, "_labelnames", ())
         name = family.name + {"counter": "_total", "info": "_info"}.get(family.type, "")
         rows.append(
             f"| `{name}` | {family.type} | {', '.join(f'`{n}`' for n in names) or DASH} | {family.documentation} |"

@@ -19,14 +19,14 @@ from pathlib import Path
 import jinja2
 
 from extproc.core.ceiling import Ceiling, run
-from extproc.core.policy import Endpoint, Model, Policy
+from extproc.core.policy import Endpoint, Model, Policy, TokenizerBackend
 from extproc.core.stream import Counted
 from extproc.core.values import Demand, Fault, Reason
 from extproc.counting import vllm
 from extproc.counting.body import append_field, parse, replace_field
 from extproc.counting.fields import malformed
 from extproc.counting.template import ChatTemplate
-from extproc.counting.tokenizer import Loaded, TokenizerError, load
+from extproc.counting.tokenizer import Backend, Loaded, TokenizerError, load
 
 _ALL_TOKENS = 2**63
 
@@ -65,9 +65,19 @@ class Counter:
     def __init__(self, policy: Policy, *, threads: int = 2) -> None:
         self._policy = policy
         models = policy.models.values()
-        by_directory = {path: _prepare(Path(path)) for path in {model.tokenizer_dir for model in models}}
-        self._prepared = {model.name: by_directory[model.tokenizer_dir] for model in models}
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tokenizer")
+        sources = {model.name: (model.tokenizer_dir, model.tokenizer_backend) for model in models}
+        by_source = {source: _prepare(*source) for source in set(sources.values())}
+        self._prepared = {name: by_source[source] for name, source in sources.items()}
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tokenizer", initializer=self.warm)
+
+    def warm(self) -> None:
+        """Let the calling thread pay now for its first texts; a service calls it in the thread of its event loop."""
+        for prepared in self._prepared.values():
+            prepared.loaded.backend.warm()
+
+    def backends(self) -> dict[str, Backend]:
+        """Who counts, by model."""
+        return {name: prepared.loaded.backend for name, prepared in self._prepared.items()}
 
     def read(self, endpoint: Endpoint, body: bytes, *, lowered: bool = False) -> Draft:
         """Check `body` and bound its tokens; Fault says what the engine or the model's context would refuse."""
@@ -108,7 +118,7 @@ class Counter:
 
     async def count(self, draft: Draft) -> Counted:
         """Count exactly, off the event loop; Fault where the exact count does not fit, or nothing can count it."""
-        if not draft.prompts.texts:
+        if sum(map(len, draft.prompts.texts)) <= self._backend(draft).inline_chars_max:
             return self.count_now(draft)
         try:
             tokens = asyncio.get_running_loop().run_in_executor(self._pool, self._tokenize, draft)
@@ -120,11 +130,13 @@ class Counter:
         """The same in this thread."""
         return _counted(draft, self._tokenize(draft) if draft.prompts.texts else draft.prompts.lengths)
 
+    def _backend(self, draft: Draft) -> Backend:
+        return self._prepared[draft.model.name].loaded.backend
+
     def _tokenize(self, draft: Draft) -> Sequence[int]:
         prompts = draft.prompts
-        backend = self._prepared[draft.model.name].loaded.backend
         try:
-            return backend.count_batch(prompts.texts, add_special_tokens=prompts.add_special_tokens)
+            return self._backend(draft).count_batch(prompts.texts, add_special_tokens=prompts.add_special_tokens)
         except BaseException as error:  # a panic of the library is no Exception
             raise _tokenizer_unavailable() from error
 
@@ -145,8 +157,9 @@ class Counter:
         return model
 
 
-def _prepare(directory: Path) -> _Prepared:
-    loaded = load(directory)
+def _prepare(tokenizer_dir: str, backend: TokenizerBackend) -> _Prepared:
+    directory = Path(tokenizer_dir)
+    loaded = load(directory, backend)
     try:
         templates = {name: ChatTemplate(source, loaded.special_tokens) for name, source in loaded.templates.items()}
     except jinja2.TemplateError as error:

@@ -16,6 +16,10 @@ from typing import Any, Protocol
 
 import tokenizers
 
+from extproc.core.policy import TokenizerBackend
+from extproc.counting import fast
+from extproc.counting.fast import count_by_reference
+
 _NORMALIZED_BYTES_RATIO = {"NFC": 3, "NFD": 3, "NFKC": 11, "NFKD": 11, "Replace": 1, "Prepend": 1}
 """How many times longer UTF-8 text can become under a normalizer (Unicode FAQ on normalization, table of maximum
 expansion factors). `Replace` and `Prepend` write a word marker, which is one token however many bytes it has."""
@@ -29,7 +33,27 @@ class TokenizerError(Exception):
 
 
 class Backend(Protocol):
-    """Counts tokens of texts; blocking, and safe to call from several threads."""
+    """Counts tokens of texts; blocking, and safe to call from several threads.
+
+    Texts of up to `inline_chars_max` characters together take no longer than an event loop can spare. `name` is the
+    library that counts, and `doubt` says why it is not the faster one where that was tried.
+    """
+
+    inline_chars_max: int
+
+    @property
+    def name(self) -> str:
+        """The library that counts."""
+        ...
+
+    @property
+    def doubt(self) -> str | None:
+        """Why the faster library does not count."""
+        ...
+
+    def warm(self) -> None:
+        """Pay now for what the first text of the calling thread would cost."""
+        ...
 
     def count_batch(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[int]:
         """Tokens of each text."""
@@ -37,15 +61,21 @@ class Backend(Protocol):
 
 
 class HfBackend:
-    """Hugging Face `tokenizers`."""
+    """Hugging Face `tokenizers`: about a millisecond for 2 KB, so nothing is counted on the event loop."""
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+    name = "huggingface"
+    inline_chars_max = 0
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, doubt: str | None = None) -> None:
+        self.doubt = doubt
         self._tokenizer = tokenizer
+
+    def warm(self) -> None:
+        """Nothing is kept for a thread."""
 
     def count_batch(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[int]:
         """Tokens of each text."""
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
-        return [len(encoding) for encoding in encodings]
+        return count_by_reference(self._tokenizer, texts, add_special_tokens=add_special_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +118,10 @@ class Loaded:
     templates: dict[str, str]
 
 
-def load(directory: Path) -> Loaded:
+def load(directory: Path, backend: TokenizerBackend = TokenizerBackend.HUGGINGFACE) -> Loaded:
     """Read tokenizer, configuration and chat template; TokenizerError says what is missing or unusable."""
-    tokenizer = _load_tokenizer(directory)
+    data = _read_tokenizer(directory)
+    tokenizer = _parse_tokenizer(directory, data)
     config = _read_json(directory / "tokenizer_config.json", required=True)
     model_config = _read_json(directory / "config.json", required=False)
     if model_config.get("model_type") == "gpt_oss":
@@ -99,7 +130,7 @@ def load(directory: Path) -> Loaded:
         )
     vocab_size = model_config.get("vocab_size")
     return Loaded(
-        backend=HfBackend(tokenizer),
+        backend=_backend(tokenizer, data, backend),
         bounds=_bounds(tokenizer),
         token_id_max=max(tokenizer.get_vocab_size(), vocab_size if isinstance(vocab_size, int) else 0) - 1,
         special_tokens=dict(_special_tokens(config)),
@@ -120,12 +151,26 @@ def context_tokens(directory: Path) -> int | None:
     return next((number for number in found if isinstance(number, int) and 0 < number <= 2**31), None)
 
 
-def _load_tokenizer(directory: Path) -> tokenizers.Tokenizer:
+def _backend(tokenizer: tokenizers.Tokenizer, data: bytes, wanted: TokenizerBackend) -> Backend:
+    if wanted is TokenizerBackend.HUGGINGFACE or not fast.installed():
+        return HfBackend(tokenizer)
+    try:
+        found = fast.FastBackend(data.decode(), tokenizer)
+        found.prove()
+    except Exception as error:  # noqa: BLE001 (whatever it cannot load, the reference can)
+        return HfBackend(tokenizer, doubt=f"it does not load: {error}")
+    return found if found.doubt is None else HfBackend(tokenizer, doubt=found.doubt)
+
+
+def _read_tokenizer(directory: Path) -> bytes:
     plain, packed = directory / "tokenizer.json", directory / "tokenizer.json.xz"
     try:
-        data = plain.read_bytes() if plain.exists() else lzma.decompress(packed.read_bytes())
+        return plain.read_bytes() if plain.exists() else lzma.decompress(packed.read_bytes())
     except (OSError, lzma.LZMAError) as error:
         raise TokenizerError(f"{directory}: tokenizer.json or tokenizer.json.xz cannot be read: {error}") from error
+
+
+def _parse_tokenizer(directory: Path, data: bytes) -> tokenizers.Tokenizer:
     try:
         return tokenizers.Tokenizer.from_buffer(data)
     except Exception as error:  # the library raises plain Exception

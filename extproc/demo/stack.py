@@ -57,6 +57,7 @@ pools:
 models:
   qwen3:
     tokenizer_dir: {tokenizer_dir}
+    tokenizer_backend: huggingface # auto would take fastokens, which counts faster but loads slower
     context_tokens_max: {context_tokens_max}
     default_ceiling: 256 # output tokens of a request that states no max_tokens; written into its body
     lanes:

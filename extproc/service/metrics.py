@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 from extproc.core.admission import Desk
 from extproc.core.rejection import LANE_UNKNOWN
 from extproc.core.values import Demand, Ending, Lane, Reason, ResponseEnd
+from extproc.counting import Counter as TokenCounter
 
 TOKEN_BUCKETS = tuple(2**power for power in range(4, 21))
 """Powers of two from 16 to 1,048,576 tokens."""
@@ -31,6 +32,8 @@ class Metrics:
     def __init__(self, desk: Desk) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(_DeskCollector(desk))
+        self._tokenizers = _TokenizerCollector()
+        self.registry.register(self._tokenizers)
         admitted = self._counter("admitted_requests", "Requests admitted with a reservation", "lane")
         self._admitted = {lane: admitted.labels(lane) for lane in (Lane.INTERACTIVE, Lane.BULK)}
         self._passed = self._counter("passed_requests", "Requests let through without tokens")
@@ -69,6 +72,10 @@ class Metrics:
     def journal_error(self) -> None:
         """Count a write to the journal that failed."""
         self._journal_errors.inc()
+
+    def watch_tokenizers(self, counter: TokenCounter) -> None:
+        """Show with every scrape who counts for each model."""
+        self._tokenizers.counter = counter
 
     def admitted(self, lane: Lane, demand: Demand) -> None:
         """Count an admission."""
@@ -120,6 +127,20 @@ class Metrics:
 
     def _histogram(self, name: str, documentation: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
         return Histogram(name, documentation, labels, namespace="tokenlane", registry=self.registry, buckets=buckets)
+
+
+class _TokenizerCollector(Collector):
+    """The library that counts for each model at the moment of the scrape; none before `counter` is loaded."""
+
+    counter: TokenCounter | None = None
+
+    def collect(self) -> Iterator[Metric]:
+        family = GaugeMetricFamily(
+            "tokenlane_tokenizer_backend", "1 for the library that counts for a model", labels=("model", "backend")
+        )
+        for model, backend in self.counter.backends().items() if self.counter else ():
+            family.add_metric((model, backend.name), 1)
+        yield family
 
 
 class _DeskCollector(Collector):

@@ -28,7 +28,13 @@ def policy(models: Mapping[str, Mapping[str, Any]], **changes: Any) -> Policy:
     """A policy whose models use the vendored tokenizer unless they name another."""
     lanes = {"bulk": {"pool": "p", "input_tokens_max": 200_000, "total_tokens_max": 200_000}}
     sections = {
-        name: {"tokenizer_dir": QWEN3, "context_tokens_max": 8192, "lanes": lanes, **model}
+        name: {
+            "tokenizer_dir": QWEN3,
+            "tokenizer_backend": "huggingface",
+            "context_tokens_max": 8192,
+            "lanes": lanes,
+            **model,
+        }
         for name, model in models.items()
     }
     replicas = {"r": {"address": "127.0.0.1:9001", "gross_tokens": 300_000}}
