@@ -26,7 +26,7 @@ import uvloop
 from bench.chaos.client import fire
 from bench.chaos.fleet import RESPONSE_S_MAX, Fleet
 from bench.chaos.requests import request_id
-from bench.chaos.schedule import MS_PER_S, Fault, Schedule, Shot, schedule
+from bench.chaos.schedule import MS_PER_S, SERVICE, Fault, Schedule, Shot, schedule
 from bench.chaos.verdict import BY_SERVICE, Outcome, faults_of, unadmitted
 from bench.chaos.watch import Watch, watch
 from extproc.core.admission import EXPIRY_SLACK_NS
@@ -37,6 +37,9 @@ SEED_MAX = 2**32
 
 REST_S_MAX = RESPONSE_S_MAX + EXPIRY_SLACK_NS / NS_PER_S + 3
 """An orphan whose end nobody saw stands for the longest response and its slack; the rest is for a busy machine."""
+
+UP_S_MIN = 3.0
+"""How long a target is left alone after a fault: a slow machine, on which a start takes long, gets fewer faults."""
 
 REST_POLL_S = 0.1
 SHOWN_MAX = 40
@@ -79,7 +82,8 @@ async def _run(fleet: Fleet, plan: Schedule) -> dict[str, Any]:
         async with asyncio.TaskGroup() as group:
             shooting = group.create_task(_shoot(fleet, plan.shots))
             for target in {fault.target for fault in plan.faults}:
-                group.create_task(_strike(fleet, [fault for fault in plan.faults if fault.target == target]))
+                faults = [fault for fault in plan.faults if fault.target == target]
+                group.create_task(_strike(fleet, faults, plan.seconds))
     finally:
         watching.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -100,10 +104,15 @@ async def _shoot(fleet: Fleet, shots: Sequence[Shot]) -> Shots:
     return list(zip(shots, (task.result() for task in tasks), strict=True))
 
 
-async def _strike(fleet: Fleet, faults: Sequence[Fault]) -> None:
+async def _strike(fleet: Fleet, faults: Sequence[Fault], until_s: float) -> None:
+    """One target's faults at their times, later where the target has only just come back."""
+    up_s = 0.0
     for fault in faults:
-        await asyncio.sleep(max(0.0, fault.at_ms / MS_PER_S - fleet.now_s()))
+        await asyncio.sleep(max(up_s, fault.at_ms / MS_PER_S - fleet.now_s()))
+        if fleet.now_s() > until_s:
+            return
         await fleet.strike(fault)
+        up_s = UP_S_MIN
 
 
 async def _rest(fleet: Fleet) -> tuple[float, list[str]]:
@@ -140,6 +149,7 @@ def _report(fleet: Fleet, shots: Shots, sampled: Watch, rest_s: float, left_over
         "answers": _counts(_answer(outcome) for _, outcome in shots),
         "seen_by_engines": {name: len(ids) for name, ids in seen.items()},
         "faults": _counts(episode.kind for episode in fleet.episodes),
+        "service_down_s": round(sum(e.ended_s - e.began_s for e in fleet.episodes if e.target == SERVICE), 1),
         "samples": sampled.samples,
         "budgets_tokens": dict(fleet.budgets_tokens),
         "running_tokens_max": sampled.tokens_max,

@@ -71,16 +71,14 @@ class _Reading:
         connection.send(h11.Request(method=self._method, target="/", headers=[("host", "x"), ("connection", "close")]))
         connection.send(h11.EndOfMessage())
         received_bytes = 0
-        while not self.whole:
+        while not (self.whole or self.left):
             limit = READ_BYTES if self._leave_at_bytes is None else self._leave_at_bytes - received_bytes
             data = await reader.read(min(READ_BYTES, limit))
             received_bytes += len(data)
             connection.receive_data(data)
             while self._take(connection.next_event()):
                 pass
-            self.left = not self.whole and received_bytes == self._leave_at_bytes
-            if self.left:
-                return
+            self.left = received_bytes == self._leave_at_bytes and not self.whole
 
     def _take(self, event: object) -> bool:
         """Keep one event; False when more bytes are needed or no more come."""

@@ -1,4 +1,4 @@
-"""The simulated engine, which also writes down the id of every generation request it sees.
+"""The simulated engine, which counts words, and writes down the id of every generation request it sees.
 
     python -m bench.chaos.engine --seen ids.txt ...
 
@@ -15,10 +15,10 @@ from pathlib import Path
 import uvloop
 from aiohttp import web
 
+from bench.chaos.requests import prompts_tokens
 from extproc.demo.engine import Engine, serve
 from extproc.demo.engine_model import SimpleModel
 from extproc.demo.engine_request import RequestReader
-from extproc.demo.engine_tokens import exact_counter
 
 REQUESTS_MAX = 1024
 
@@ -42,16 +42,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="bench.chaos.engine")
     for name in ("--listen", "--name"):
         parser.add_argument(name, required=True)
-    for name in ("--seen", "--tokenizer-dir"):
-        parser.add_argument(name, required=True, type=Path)
+    parser.add_argument("--seen", required=True, type=Path)
     for name in ("--context-tokens-max", "--prefill-tokens-per-s", "--decode-tokens-per-s"):
         parser.add_argument(name, required=True, type=int)
     parser.add_argument("--model", required=True)
     parser.add_argument("--until-eof", action="store_true")
     options = parser.parse_args()
-    models = (options.model,)
-    count = exact_counter(options.tokenizer_dir, models, options.context_tokens_max)
-    reader = RequestReader(models, options.context_tokens_max, count)
+    reader = RequestReader((options.model,), options.context_tokens_max, prompts_tokens)
     model = SimpleModel(options.prefill_tokens_per_s, options.decode_tokens_per_s)
     host, _, port = options.listen.rpartition(":")
     uvloop.run(

@@ -46,7 +46,7 @@ DRAIN_GRACE_S = 1.5
 PROBE_INTERVAL_S = 0.1
 ENVOY_WORKERS = 2
 
-START_S_MAX = 30.0
+START_S_MAX = 60.0
 STOP_S_MAX = 10.0
 POLL_S = 0.02
 
@@ -58,7 +58,7 @@ class _Engine(EngineProcess):
     """An engine that writes down what it sees into `seen`, over all its lives."""
 
     def __init__(self, name: str, port: int, seen: Path, **options: int | str | Path) -> None:
-        super().__init__(name, port, model=MODEL, seen=seen, tokenizer_dir=TOKENIZER_DIR, **options)
+        super().__init__(name, port, model=MODEL, seen=seen, **options)
 
     def _command(self) -> list[str]:
         python, option, _module, *arguments = super()._command()

@@ -14,9 +14,14 @@ MODEL = "qwen3"
 CHAT, COMPLETIONS, MODELS = "/v1/chat/completions", "/v1/completions", "/v1/models"
 DEFAULT_CEILING_TOKENS = 64
 CHOICES = 2
-OVER_LIMIT_WORDS = 30_000
+OVER_LIMITWORDS = 30_000
 
-_WORDS = ("the", "harbour", "master", "counts", "every", "ship", "that", "leaves", "before", "the", "blue", "dawn")
+WORDS = ("the", "river", "master", "counts", "every", "ship", "that", "comes", "before", "the", "blue", "day")
+"""One token each, wherever they stand: so an engine can count by words, on its own and without a tokenizer."""
+
+CHAT_TOKENS = 8
+"""What the chat template puts around the one message of a chat."""
+
 
 STREAMS = frozenset({Kind.CHAT_STREAM, Kind.CHOICES_STREAM, Kind.DOCUMENT_STREAM})
 GENERATING = STREAMS | {Kind.CHAT, Kind.IDS, Kind.OPEN_CEILING, Kind.DOCUMENT}
@@ -50,8 +55,16 @@ def output_tokens(shot: Shot) -> int:
     return DEFAULT_CEILING_TOKENS if shot.kind is Kind.OPEN_CEILING else sequences(shot) * shot.max_tokens
 
 
+def prompts_tokens(_path: str, _body: bytes, fields: dict[str, Any]) -> tuple[int, ...]:
+    """The engine's own count of a request of the schedule: its words, or its ids."""
+    if "messages" in fields:
+        return (len(fields["messages"][0]["content"].split()) + CHAT_TOKENS,)
+    prompt = fields["prompt"]
+    return (len(prompt.split() if isinstance(prompt, str) else prompt),)
+
+
 def _text(words: int, first: int) -> str:
-    return " ".join(_WORDS[(first + index) % len(_WORDS)] for index in range(words))
+    return " ".join(WORDS[(first + index) % len(WORDS)] for index in range(words))
 
 
 def _document(shot: Shot) -> dict[str, Any]:
@@ -64,7 +77,7 @@ def _document(shot: Shot) -> dict[str, Any]:
             return {**fields, "prompt": [9] * shot.words}
         case Kind.UNKNOWN_MODEL:
             fields["model"] = "nobody"
-    words = OVER_LIMIT_WORDS if shot.kind is Kind.OVER_LIMIT else shot.words
+    words = OVER_LIMITWORDS if shot.kind is Kind.OVER_LIMIT else shot.words
     return {**fields, "messages": [{"role": "user", "content": _text(words, shot.number)}]}
 
 

@@ -147,6 +147,7 @@ class Schedule:
     """A whole run. Shots are in order of time; faults are too, and those of one target never overlap."""
 
     seed: int
+    seconds: int
     shots: tuple[Shot, ...]
     faults: tuple[Fault, ...]
 
@@ -159,7 +160,7 @@ def schedule(seed: int, seconds: int) -> Schedule:
     tracks: list[_Track] = [(name, ENGINE_FAULTS, ENGINE_GAP_MS) for names in REPLICAS.values() for name in names]
     tracks += [(SERVICE, SERVICE_FAULTS, SERVICE_GAP_MS), (ENVOY, ENVOY_FAULTS, ENVOY_GAP_MS)]
     faults = [fault for track in tracks for fault in _faults(random.Random(f"{seed} {track[0]}"), track, end_ms)]
-    return Schedule(seed, shots, tuple(sorted(faults, key=lambda fault: (fault.at_ms, fault.target))))
+    return Schedule(seed, seconds, shots, tuple(sorted(faults, key=lambda fault: (fault.at_ms, fault.target))))
 
 
 def _shots(chance: random.Random, end_ms: int) -> Iterator[Shot]:

@@ -13,7 +13,7 @@ from types import MappingProxyType
 import orjson
 
 from bench.chaos.requests import GENERATING, STREAMS, output_tokens
-from bench.chaos.schedule import SERVICE, FaultKind, Kind, Shot
+from bench.chaos.schedule import FaultKind, Kind, Shot
 from extproc.core.rejection import RULES, Retry
 from extproc.core.values import Reason
 
@@ -203,8 +203,3 @@ def unadmitted(seen: Mapping[str, Sequence[str]], admitted: Mapping[str, str], r
                 yield f"{engine} saw {name}, which was admitted to {admitted[name]}"
     yield from (f"{name} reached engines {count} times" for name, count in times.items() if count > 1)
     yield from (f"{name} was refused by the service and admitted" for name in refused if name in admitted)
-
-
-def tokenlane_faults(episodes: Iterable[Episode]) -> int:
-    """How often the service was ended."""
-    return sum(episode.target == SERVICE for episode in episodes)

@@ -10,7 +10,7 @@ import aiohttp
 
 from bench.chaos.fleet import Fleet
 
-SAMPLE_INTERVAL_S = 0.015
+SAMPLE_INTERVAL_S = 0.03
 SAMPLE_S_MAX = 2.0
 
 
