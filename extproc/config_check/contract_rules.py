@@ -33,7 +33,8 @@ def strip_priority(_policy: Policy, manager: Manager) -> Iterator[Fault]:
     if kept:
         yield Fault(
             manager.where,
-            f"early_header_mutation_extensions leave {', '.join(kept)}, so a client jumps the queue of its engine",
+            f"early_header_mutation_extensions leave {', '.join(kept)}, so a client that sends them jumps its engine's "
+            "queue",
         )
 
 
@@ -73,8 +74,8 @@ def upgrades(_policy: Policy, manager: Manager) -> Iterator[Fault]:
         if kinds:
             yield Fault(
                 where,
-                f"upgrade_configs offer {', '.join(kinds)}, so a connection waits for the service with a body that "
-                "never ends, and what it would carry could not be counted",
+                f"upgrade_configs offer {', '.join(kinds)}, but the service refuses every upgrade, because what it "
+                "would carry could not be counted",
             )
 
 

@@ -7,6 +7,7 @@ camelCase becomes snake_case, enums may be numbers, and 64-bit numbers may be te
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
@@ -34,7 +35,8 @@ class ShapeError(ValueError):
 def read(path: Path) -> Node:
     """The bootstrap in the YAML or JSON file at `path`; FileError when there is none."""
     try:
-        found = snake_case(yaml.safe_load(path.read_text(encoding="utf-8")))
+        content = path.read_text(encoding="utf-8")
+        found = snake_case(json.loads(content) if path.suffix == ".json" else yaml.safe_load(content))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise FileError(" ".join(str(error).split())) from error
     except RecursionError as error:

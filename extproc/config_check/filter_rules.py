@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from extproc.config_check.document import choice, duration_ns, flag, section, sections, texts
 from extproc.config_check.findings import Fault
 from extproc.config_check.matching import regex_matches, string_matches
-from extproc.config_check.view import CUSTOM_RESPONSE, EXT_PROC, ROUTER, Manager, Route, VirtualHost
+from extproc.config_check.view import CUSTOM_RESPONSE, EXT_PROC, ROUTER, Manager
 from extproc.core.names import (
     DESTINATION_HEADER,
     INTENT_HEADER,
@@ -72,11 +72,14 @@ def request_headers_sent(_policy: Policy, manager: Manager) -> Iterator[Fault]:
 def request_body_buffered(_policy: Policy, manager: Manager) -> Iterator[Fault]:
     """Request bodies are buffered."""
     mode = choice(manager.processing_mode, "request_body_mode", BODY_MODES)
-    if mode != "BUFFERED":
+    if mode == "NONE":
+        yield Fault(
+            manager.where, "request_body_mode is NONE, so no body reaches the service, and no prompt is ever admitted"
+        )
+    elif mode != "BUFFERED":
         yield Fault(
             manager.where,
-            f"request_body_mode is {mode}, so a request moves on before the service has its whole body, and what runs "
-            "is not what was counted",
+            f"request_body_mode is {mode}, so the service gets large bodies in pieces and takes the first for all",
         )
 
 
@@ -136,7 +139,7 @@ def immediate_response(_policy: Policy, manager: Manager) -> Iterator[Fault]:
     if flag(manager.ext_proc, "disable_immediate_response"):
         yield Fault(
             manager.where,
-            "disable_immediate_response is true, so a refusal counts as a failed filter and never reaches the client",
+            "disable_immediate_response is true, so in place of a refusal the client is told 503, to come again",
         )
 
 
@@ -158,8 +161,7 @@ def route_cache(_policy: Policy, manager: Manager) -> Iterator[Fault]:
         name = "route_cache_action is RETAIN" if retained else "disable_clear_route_cache is true"
         yield Fault(
             manager.where,
-            f"{name}, so a request keeps the route that it had before its verdict, and what is admitted is answered as "
-            "not admitted",
+            f"{name}, so a request keeps the route from before its verdict, and what is admitted is answered 503",
         )
 
 
@@ -227,25 +229,24 @@ def filter_enabled(_policy: Policy, manager: Manager) -> Iterator[Fault]:
         yield Fault(
             manager.where, "the ext_proc filter is disabled, so no request is admitted but where a route enables it"
         )
-    places: list[VirtualHost | Route] = [*manager.hosts, *manager.routes]
-    for place in places:
-        if manager.filter_name in section(place.config, "typed_per_filter_config"):
+    places = [(manager.where, section(manager.config, "route_config"))]
+    places += [(host.where, host.config) for host in manager.hosts]
+    places += [(route.where, route.config) for route in manager.routes]
+    for where, node in places:
+        if manager.filter_name in section(node, "typed_per_filter_config"):
             yield Fault(
-                place.where,
+                where,
                 "typed_per_filter_config changes the ext_proc filter, so what is checked here does not hold for "
                 "requests that meet this first",
             )
 
 
 def filter_order(_policy: Policy, manager: Manager) -> Iterator[Fault]:
-    """The filter stands before custom_response and the router."""
-    kinds = [kind for kind, _ in manager.filters]
-    for kind, effect in (
-        (CUSTOM_RESPONSE, "an engine's own 429 and 503 are answered with what the verdict has not written yet"),
-        (ROUTER, "the request has left before it has a verdict"),
-    ):
-        if kind in kinds and kinds.index(kind) < (manager.position or 0):
-            yield Fault(manager.where, f"the ext_proc filter stands behind {kind}, so {effect}")
+    """The filter stands before the router."""
+    if ROUTER in [kind for kind, _ in manager.filters[: manager.position]]:
+        yield Fault(
+            manager.where, "the ext_proc filter stands behind the router, so a request leaves without a verdict"
+        )
 
 
 def engine_busy(_policy: Policy, manager: Manager) -> Iterator[Fault]:

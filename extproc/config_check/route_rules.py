@@ -104,7 +104,7 @@ def route_fail_closed(policy: Policy, manager: Manager) -> Iterator[Fault]:
             if not manager.reaches(policy, last, UNADMITTED):
                 yield Fault(
                     last.where,
-                    "it is the last resort and no direct_response 503, so requests that were not admitted run",
+                    "it takes what was not admitted and is no direct_response, so clients get what is behind it",
                 )
         elif (status := whole(section(last.config, "direct_response"), "status", 200)) != 503:
             yield Fault(

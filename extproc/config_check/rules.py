@@ -66,7 +66,7 @@ MANAGER_RULES: tuple[Rule[Manager], ...] = (
     Rule("strip-verdict", _E, contract.strip_verdict),
     Rule("strip-priority", _E, contract.strip_priority),
     Rule("strip-prefix", _W, contract.strip_prefix),
-    Rule("upgrades", _E, contract.upgrades),
+    Rule("upgrades", _W, contract.upgrades),
     Rule("paths", _W, contract.paths),
     Rule("request-id", _W, contract.request_id),
     Rule("local-replies", _W, contract.local_replies),

@@ -126,6 +126,6 @@ def message_size(policy: Policy, manager: Manager) -> Iterator[Fault]:
         if limit > taken:
             yield Fault(
                 manager.where,
-                f"{name} is {limit}, so a body of more than {taken} bytes is buffered but too large for a message to the "
-                "service, and its client is told 503, to come again, and not 413",
+                f"{name} is {limit}, so a body of more than {taken} bytes is buffered but too large for a message to "
+                "the service, and its client is told 503, to come again, and not 413",
             )

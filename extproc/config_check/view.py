@@ -72,9 +72,10 @@ def canonical(address: str) -> str | None:
     """`IP:port` in one spelling; None for what is not an IP."""
     host, _, port = address.rpartition(":")
     try:
-        return f"[{ip_address(host.strip('[]'))}]:{port}"
+        ip = ip_address(host.removeprefix("[").removesuffix("]"))
     except ValueError:
         return None
+    return f"[{ip}]:{port}" if ip.version == 6 else f"{ip}:{port}"
 
 
 @dataclass(frozen=True, slots=True)
