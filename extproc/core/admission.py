@@ -1,7 +1,8 @@
 """The desk: the only place where a verdict is made.
 
-Three questions, cheapest first. `screen` looks at the request line and headers. `enter` bounds the bytes that are
-being counted at one time. `decide` looks at the counted demand and the ledger. Each is one synchronous step: the
+Four questions, cheapest first. `screen` looks at the request line and headers. `enter` bounds the bytes that are
+being counted at one time. `foresee` refuses from byte bounds what cannot fit now, before anything is tokenized.
+`decide` looks at the counted demand and the ledger. Each is one synchronous step: the
 check and the change it allows happen without anything in between.
 
 Refusals are found in the order 400/404/415, 413, 503, 429: what is wrong with the request itself comes before the
@@ -11,6 +12,7 @@ state of the fleet, so that a client is never told to retry what can never run.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from extproc.core.drain import NS_PER_S, delay_ns
 from extproc.core.lanes import classify
@@ -120,14 +122,52 @@ class Desk:
     def decide(self, demand: Demand, now_ns: int) -> Admit | Reject:
         """Verdict on a counted demand; an Admit has reserved its tokens."""
         model = self.policy.models[demand.model]
-        lane = classify(demand, model)
-        limits = model.lane(lane)
+        limits = model.lane(classify(demand, model))
         if limits is None:
             return _overflow(demand, model)
-        accounts = [self.ledger.accounts[replica.name] for replica in self.policy.pools[limits.pool].replicas]
-        largest = max(account.replica.budget_tokens for account in accounts)
+        largest = self._largest(limits)
         if demand.reserve_tokens > largest:
             return _overflow(demand, model, largest)
+        account = self._place(demand, limits)
+        if isinstance(account, Reject):
+            return account
+        replica = account.replica
+        reservation = self.ledger.reserve(self._next_ticket(), replica.name, limits.lane, demand.reserve_tokens, now_ns)
+        busy_retry_ns = delay_ns(demand.reserve_tokens, replica.release_tokens_per_s)
+        return Admit(reservation, limits.pool, replica.address, demand, busy_retry_ns)
+
+    def foresee(self, least: Demand, most: Demand) -> Reject | None:
+        """Verdict on a demand between `least` and `most` that is not counted yet; None where counting must decide.
+
+        A refusal only where the bounds make lane and fit certain and even `least` finds no room; the predicted delay
+        is that of `most`.
+        """
+        model = self.policy.models[most.model]
+        limits = model.lane(classify(most, model))
+        if limits is None or classify(least, model) is not limits.lane or most.reserve_tokens > self._largest(limits):
+            return None
+        placed = self._place(least, limits)
+        if not isinstance(placed, Reject):
+            return None
+        details = {
+            **placed.details,
+            "input_tokens_min": least.input_tokens,
+            "input_tokens_bound": most.input_tokens,
+            "max_output_tokens": most.max_output_tokens,
+            "sequences": most.sequences,
+        }
+        most_placed = self._place(most, limits)  # what the least does not fit, the most does not fit either
+        assert isinstance(most_placed, Reject)  # noqa: S101 (for the type checker)
+        return replace(placed, demand=None, details=details, retry_ns=most_placed.retry_ns)
+
+    def _largest(self, limits: LaneLimits) -> int:
+        """What the largest replica of a lane can ever hold."""
+        return max(replica.budget_tokens for replica in self.policy.pools[limits.pool].replicas)
+
+    def _place(self, demand: Demand, limits: LaneLimits) -> Account | Reject:
+        """The replica with room for `demand` and most of it, or why there is none."""
+        lane = limits.lane
+        accounts = [self.ledger.accounts[replica.name] for replica in self.policy.pools[limits.pool].replicas]
         ready = [account for account in accounts if account.ready]
         if not ready:
             return Reject(
@@ -141,13 +181,7 @@ class Desk:
         fitting = [a for a in ready if a.under_cap and demand.reserve_tokens <= a.available_tokens]
         if not fitting:
             return _busy(demand, lane, limits, ready)
-        account = min(fitting, key=lambda a: (-a.available_tokens, a.replica.name))
-        reservation = self.ledger.reserve(
-            self._next_ticket(), account.replica.name, lane, demand.reserve_tokens, now_ns
-        )
-        replica = account.replica
-        busy_retry_ns = delay_ns(demand.reserve_tokens, replica.release_tokens_per_s)
-        return Admit(reservation, limits.pool, replica.address, demand, busy_retry_ns)
+        return min(fitting, key=lambda a: (-a.available_tokens, a.replica.name))
 
     def end(self, ticket: str, ending: Ending) -> Reservation | None:
         """End a reservation; None when it had ended before, by expiry or by the access log."""

@@ -45,6 +45,10 @@ class Ceiling:
         if asked > self.context_tokens_max:
             raise self._too_long(asked, f"{self.field} alone is {asked}", input_tokens=None)
 
+    def leaves_room(self, input_tokens: int) -> bool:
+        """Whether a prompt of `input_tokens` runs with its whole ceiling."""
+        return input_tokens + self.run_tokens(0) <= self.context_tokens_max
+
     def check_input(self, input_tokens: int, *, exact: bool = True) -> None:
         """Raise Fault when a prompt of `input_tokens`, or of at least that many if not `exact`, cannot run."""
         asked = self.asked_tokens or 0

@@ -55,6 +55,14 @@ class BodyArrived:
 
 
 @dataclass(frozen=True, slots=True)
+class Bounded:
+    """The body is checked, not yet counted; its demand is between `least` and `most`."""
+
+    least: Demand
+    most: Demand
+
+
+@dataclass(frozen=True, slots=True)
 class Counted:
     """The body is counted; `body` is what the engine is to get, None when it stays as it is."""
 
@@ -101,7 +109,7 @@ class Detached:
     """The stream is out of sight, which says nothing about the response."""
 
 
-Event = HeadArrived | BodyArrived | Counted | Faulted | Written | PartArrived | Ended | Detached
+Event = HeadArrived | BodyArrived | Bounded | Counted | Faulted | Written | PartArrived | Ended | Detached
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +119,16 @@ class Continue:
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """To do: count this body, then come back with Counted or Faulted."""
+    """To do: count this body, then come back with Bounded, Counted or Faulted."""
 
     endpoint: Endpoint
     body: bytes
     lowered: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenize:
+    """To do: go on with the count, then come back with Counted or Faulted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +167,7 @@ class Done:
     ended: Ending | None = None
 
 
-Action = Continue | Count | Route | Pass | Refuse | PassPart | Done
+Action = Continue | Count | Tokenize | Route | Pass | Refuse | PassPart | Done
 
 TRANSITIONS: Mapping[State, Mapping[type[Event], frozenset[State]]] = MappingProxyType(
     {
@@ -170,6 +183,7 @@ TRANSITIONS: Mapping[State, Mapping[type[Event], frozenset[State]]] = MappingPro
             Detached: frozenset({State.ENDED}),
         },
         State.COUNTING: {
+            Bounded: frozenset({State.COUNTING, State.REFUSED}),
             Counted: frozenset({State.ADMITTED, State.REFUSED}),
             Faulted: frozenset({State.REFUSED}),
             Ended: frozenset({State.ENDED}),
@@ -233,6 +247,8 @@ class Stream:
                 return self._head(head)
             case BodyArrived(body):
                 return self._body(body)
+            case Bounded(least, most):
+                return self._bounded(least, most)
             case Counted(demand, body):
                 return self._counted(demand, body, now_ns)
             case Faulted(fault):
@@ -267,6 +283,13 @@ class Stream:
             return Refuse(refused), State.REFUSED
         self._intake_bytes = len(body)
         return Count(self._endpoint, body, self.head.lowered), State.COUNTING
+
+    def _bounded(self, least: Demand, most: Demand) -> tuple[Action, State]:
+        refused = self._desk.foresee(least, most)
+        if refused is None:
+            return Tokenize(), State.COUNTING
+        self._leave_intake()
+        return Refuse(refused), State.REFUSED
 
     def _counted(self, demand: Demand, body: bytes | None, now_ns: int) -> tuple[Action, State]:
         self._leave_intake()

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import jinja2
 
-from extproc.core.ceiling import Ceiling, run
+from extproc.core.ceiling import Ceiling, Run, run
 from extproc.core.policy import Endpoint, Model, Policy, TokenizerBackend
 from extproc.core.stream import Counted
 from extproc.core.values import Demand, Fault, Reason
@@ -35,19 +35,47 @@ _ALL_TOKENS = 2**63
 class Draft:
     """A checked request whose tokens are not counted yet.
 
-    `input_tokens_min` <= input <= `input_tokens_max`, and the run ceilings sum to `output_tokens_min` or more.
+    The tokens of each prompt are between `low_tokens` and `high_tokens`, equal where the prompt came as ids.
     """
 
     model: Model
-    input_tokens_min: int
-    input_tokens_max: int
-    output_tokens_min: int
+    low_tokens: tuple[int, ...]
+    high_tokens: tuple[int, ...]
     body: bytes = field(repr=False)
     asked: vllm.Asked
     ceiling: Ceiling
     prompts: vllm.Prompts = field(repr=False)
     kept_tokens: int
     lowered: bool
+
+    def bounds(self) -> tuple[Demand, Demand] | None:
+        """The least and the most this can ask for.
+
+        None where the exact count is known already, or could still find a fault.
+        """
+        if not self.prompts.texts:
+            return None
+        ceilings = [self.ceiling.run_tokens(tokens) for tokens in self.high_tokens]
+        certain = (
+            self.asked.min_tokens <= min(ceilings)
+            and ceilings == [self.ceiling.run_tokens(tokens) for tokens in self.low_tokens]
+            and all(map(self.ceiling.leaves_room, self.high_tokens))
+        )
+        if not certain:
+            return None
+        ran = Run(max(ceilings), sum(ceilings) * self.asked.sequences_per_prompt)
+        return self.demand(self.low_tokens, ran), self.demand(self.high_tokens, ran)
+
+    def demand(self, prompts_tokens: tuple[int, ...], ran: Run) -> Demand:
+        """What it asks for with prompts of `prompts_tokens`."""
+        return Demand(
+            model=self.model.name,
+            prompts_tokens=prompts_tokens,
+            max_output_tokens=ran.max_output_tokens,
+            output_tokens=ran.output_tokens,
+            sequences=len(prompts_tokens) * self.asked.sequences_per_prompt,
+            lowered=self.lowered,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +133,8 @@ class Counter:
             ceiling.check_input(tokens, exact=bool(prompts.lengths))
         return Draft(
             model=model,
-            input_tokens_min=sum(low),
-            input_tokens_max=sum(high),
-            output_tokens_min=sum(map(ceiling.run_tokens, high)) * asked.sequences_per_prompt,
+            low_tokens=low,
+            high_tokens=high,
             body=body,
             asked=asked,
             ceiling=ceiling,
@@ -180,18 +207,10 @@ def _counted(draft: Draft, prompts_tokens: Sequence[int]) -> Counted:
     least = draft.ceiling.run_tokens(max(tokens))
     if draft.asked.min_tokens > least:
         raise malformed(f"min_tokens is above the output ceiling, which is {least} here", "min_tokens")
-    demand = Demand(
-        model=draft.model.name,
-        prompts_tokens=tokens,
-        max_output_tokens=ran.max_output_tokens,
-        output_tokens=ran.output_tokens,
-        sequences=len(tokens) * draft.asked.sequences_per_prompt,
-        lowered=draft.lowered,
-    )
-    return Counted(demand, _written(draft, ran.max_output_tokens))
+    return Counted(draft.demand(tokens, ran), _written(draft, ran.max_output_tokens))
 
 
-def _bounds(prompts: vllm.Prompts, loaded: Loaded, kept_tokens: int) -> tuple[list[int], list[int]]:
+def _bounds(prompts: vllm.Prompts, loaded: Loaded, kept_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Fewest and most tokens of each prompt; equal where ids were given."""
     low, high = list(prompts.lengths), list(prompts.lengths)
     for text in prompts.texts:
@@ -201,7 +220,7 @@ def _bounds(prompts: vllm.Prompts, loaded: Loaded, kept_tokens: int) -> tuple[li
         high.append(
             loaded.bounds.upper_tokens(text_bytes, ascii_only=ascii_only, add_special_tokens=prompts.add_special_tokens)
         )
-    return [min(tokens, kept_tokens) for tokens in low], [min(tokens, kept_tokens) for tokens in high]
+    return tuple(min(tokens, kept_tokens) for tokens in low), tuple(min(tokens, kept_tokens) for tokens in high)
 
 
 def _utf8_bytes(text: str) -> int:

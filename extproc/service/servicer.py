@@ -20,6 +20,8 @@ from extproc.core import rejection
 from extproc.core.admission import Desk
 from extproc.core.drain import NS_PER_S, PPM, retry_after
 from extproc.core.stream import (
+    Action,
+    Bounded,
     Continue,
     Count,
     Detached,
@@ -33,6 +35,7 @@ from extproc.core.stream import (
     Route,
     State,
     Stream,
+    Tokenize,
     Written,
 )
 from extproc.core.values import Admit, Fault, Reason, Reject
@@ -119,7 +122,7 @@ class Servicer:
         """The reply to one message, and whether it is the last one of the stream."""
         action = stream.receive(event, started_ns)
         if isinstance(action, Count):
-            action = stream.receive(await self._count(action), time.monotonic_ns())
+            action = await self._count(stream, action)
         match action:
             case Continue():
                 return wire.CONTINUE, False
@@ -132,18 +135,26 @@ class Servicer:
                 return wire.passed(bypass, policy_version=self._desk.policy.version), False
             case PassPart(part):
                 return wire.PASS[part], False
-            case Count() | Done():
+            case Count() | Tokenize() | Done():
                 raise AssertionError(f"{action} is no reply")
 
-    async def _count(self, action: Count) -> Event:
+    async def _count(self, stream: Stream, action: Count) -> Action:
+        """Count the body, unless its size alone leads to a refusal."""
+        event: Event
         try:
             draft = self._counter.read(action.endpoint, action.body, lowered=action.lowered)
-            return await self._counter.count(draft)
+            bounds = draft.bounds()
+            if bounds is not None:
+                foreseen = stream.receive(Bounded(*bounds), time.monotonic_ns())
+                if isinstance(foreseen, Refuse):
+                    return foreseen
+            event = await self._counter.count(draft)
         except Fault as fault:
             if fault.reason is Reason.TOKENIZER_UNAVAILABLE:
                 self._metrics.fault()
                 _log.error("tokenizer_failed", error=repr(fault.__cause__))
-            return Faulted(fault)
+            event = Faulted(fault)
+        return stream.receive(event, time.monotonic_ns())
 
     def _admit(self, stream: Stream, admit: Admit, body: bytes | None, started_ns: int) -> bytes:
         reservation, demand = admit.reservation, admit.demand

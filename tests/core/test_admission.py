@@ -192,6 +192,46 @@ def test_retry_after_is_the_shortfall_over_the_rate() -> None:
     assert (Reason.TOKEN_BUDGET_EXHAUSTED, NS_PER_S) == (reject.reason, reject.retry_ns)
 
 
+def test_foresees_a_refusal_from_bounds() -> None:
+    """Where even the least finds no room, the refusal names the bounds and predicts the delay of the most."""
+    desk = _desk(chat={"chat-0": replica(9101, release_tokens_per_s=100)})
+    desk.ledger.reserve("held", "chat-0", Lane.INTERACTIVE, 86_380, 0)
+    reject = desk.foresee(_demand(1, 20), _demand(1_000, 20))
+
+    assert reject is not None
+    assert (Reason.TOKEN_BUDGET_EXHAUSTED, Lane.INTERACTIVE, None) == (reject.reason, reject.lane, reject.demand)
+    assert (1, 1_000, 20) == tuple(
+        reject.details[name] for name in ("input_tokens_min", "input_tokens_bound", "max_output_tokens")
+    )
+    assert 10 * NS_PER_S == reject.retry_ns
+
+
+def test_foresees_nothing_where_counting_must_decide() -> None:
+    """Bounds that span lanes, reach beyond the lanes, or leave room for the least are no ground for a refusal."""
+    desk = _desk()
+    for name in desk.ledger.accounts:
+        desk.ledger.reserve(f"held-{name}", name, Lane.BULK, 86_380, 0)
+
+    assert desk.foresee(_demand(1, 1_000), _demand(4_097, 1_000)) is None
+    assert desk.foresee(_demand(1, 1_000), _demand(60_001, 1_000)) is None
+    assert desk.foresee(_demand(1, 19), _demand(100, 19)) is None
+
+
+def test_foresees_a_replica_that_is_only_too_small_for_the_most() -> None:
+    """The delay of a replica that the cap blocks is that of the cap, when the most would fit its tokens."""
+    desk = _desk(chat={"chat-0": replica(9101, requests_max=1, release_tokens_per_s=100)})
+    desk.set_ready("chat-0", ready=False)
+    unready = desk.foresee(_demand(1, 1), _demand(10, 1))
+    desk.set_ready("chat-0", ready=True)
+    _admit(desk, _demand(100, 100))
+    capped = desk.foresee(_demand(1, 1), _demand(10, 1))
+
+    assert unready is not None
+    assert capped is not None
+    assert (Reason.CAPACITY_UNAVAILABLE, Reason.CONCURRENCY_LIMIT) == (unready.reason, capped.reason)
+    assert 2 * NS_PER_S == capped.retry_ns
+
+
 def test_an_end_frees_the_tokens() -> None:
     """What ends is available to the next verdict, once."""
     desk = _desk()

@@ -14,6 +14,7 @@ from extproc.core.stream import (
     TRANSITIONS,
     Action,
     BodyArrived,
+    Bounded,
     Continue,
     Count,
     Counted,
@@ -31,15 +32,17 @@ from extproc.core.stream import (
     State,
     Stream,
     StreamError,
+    Tokenize,
     Written,
 )
-from extproc.core.values import Bypass, Demand, Ending, Fault, Reason, RequestHead
+from extproc.core.values import Bypass, Demand, Ending, Fault, Lane, Reason, RequestHead
 from tests.policies import policy
 
 BODY = b'{"prompt": 1}'
 HEAD = HeadArrived(RequestHead("POST", "/v1/completions", end_of_stream=False, content_type="application/json"))
 MODELS = HeadArrived(RequestHead("GET", "/v1/models", end_of_stream=True))
 UNKNOWN = HeadArrived(RequestHead("GET", "/", end_of_stream=True))
+BOUNDED = Bounded(Demand("m", (10,), 20, 20, 1), Demand("m", (900,), 20, 20, 1))
 COUNTED = Counted(Demand("m", (100,), 20, 20, 1), body=b"{}")
 TOO_MUCH = Counted(Demand("m", (60_001,), 20, 20, 1), body=None)
 FAULTED = Faulted(Fault(Reason.MALFORMED_REQUEST, "no"))
@@ -50,6 +53,7 @@ EVENTS: tuple[Event, ...] = (
     UNKNOWN,
     BodyArrived(BODY),
     BodyArrived(b"x" * 200),
+    BOUNDED,
     COUNTED,
     TOO_MUCH,
     FAULTED,
@@ -151,6 +155,19 @@ def test_refusals(events: tuple[Event, ...], reason: Reason) -> None:
 
     assert isinstance(action, Refuse)
     assert (reason, 0, {}) == (action.reject.reason, desk.intake_bytes, dict(desk.ledger.open))
+
+
+def test_bounds_decide_only_against() -> None:
+    """With room for the least the count goes on, with the intake held; without room it is refused and freed."""
+    desk = _desk()
+    stream, action = _drive(desk, HEAD, BodyArrived(BODY), BOUNDED)
+    assert (Tokenize(), State.COUNTING, len(BODY)) == (action, stream.state, desk.intake_bytes)
+    stream.receive(Ended(), 0)
+    desk.ledger.reserve("full", "chat-0", Lane.INTERACTIVE, 86_380, 0)
+    _, action = _drive(desk, HEAD, BodyArrived(BODY), BOUNDED)
+
+    assert isinstance(action, Refuse)
+    assert (Reason.TOKEN_BUDGET_EXHAUSTED, 0) == (action.reject.reason, desk.intake_bytes)
 
 
 def test_bypass() -> None:

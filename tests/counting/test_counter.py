@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extproc.core.values import Fault, Reason
-from extproc.counting import Counter, TokenizerError
+from extproc.core.values import Demand, Fault, Reason
+from extproc.counting import Counter, Draft, TokenizerError
 from extproc.counting.tokenizer import context_tokens
 from tests.counting.models import CHAT, COMPLETIONS, QWEN3, counted, outcome, policy, status, user
 
@@ -186,7 +186,7 @@ def test_draft_shows_no_prompt(counter: Counter) -> None:
     shown = repr(counter.read(CHAT, orjson.dumps(user("xyzzy"))))
 
     assert "xyzzy" not in shown
-    assert "input_tokens_max=" in shown
+    assert "high_tokens=" in shown
 
 
 def test_unknown_fields_pass(counter: Counter) -> None:
@@ -406,6 +406,18 @@ def test_intent_only_lowers(fields: dict[str, Any], argument: bool, lowered: boo
 # --- bounds and threads
 
 
+def _check_bounds(draft: Draft, demand: Demand) -> None:
+    """The exact count of every prompt is within its bounds, and so is the whole demand."""
+    each = zip(draft.low_tokens, demand.prompts_tokens, draft.high_tokens, strict=True)
+    assert all(low <= exact <= high for low, exact, high in each)
+    bounds = draft.bounds()
+    if bounds is not None:
+        least, most = bounds
+        assert least.output_tokens == demand.output_tokens == most.output_tokens
+        assert least.reserve_tokens <= demand.reserve_tokens <= most.reserve_tokens
+        assert (least.sequences, least.max_output_tokens) == (demand.sequences, demand.max_output_tokens)
+
+
 @settings(deadline=None, max_examples=150)
 @given(
     texts=st.lists(TEXTS.filter(bool), min_size=1, max_size=3),
@@ -418,8 +430,7 @@ def test_draft_bounds_hold_for_completions(counter: Counter, texts: list[str], n
     draft = counter.read(COMPLETIONS, json.dumps(body).encode())
     demand = counter.count_now(draft).demand
 
-    assert draft.input_tokens_min <= demand.input_tokens <= draft.input_tokens_max
-    assert draft.output_tokens_min <= demand.output_tokens
+    _check_bounds(draft, demand)
 
 
 @settings(deadline=None, max_examples=150)
@@ -433,19 +444,35 @@ def test_draft_bounds_and_rewrite_hold_for_chats(counter: Counter, texts: list[s
     result = counter.count_now(draft)
     demand = result.demand
 
-    assert draft.input_tokens_min <= demand.input_tokens <= draft.input_tokens_max
-    assert draft.output_tokens_min <= demand.output_tokens
+    _check_bounds(draft, demand)
     after = json.loads(body if result.body is None else result.body)
     effective = after.pop("max_completion_tokens", None)
     assert demand.max_output_tokens == (after["max_tokens"] if effective is None else effective)
     assert json.loads(body)["messages"] == after["messages"]
 
 
+@pytest.mark.parametrize(
+    ("fields", "certain"),
+    [
+        ({"max_tokens": 10}, True),
+        ({"max_tokens": 10, "min_tokens": 10}, True),
+        ({"max_tokens": 10, "min_tokens": 11}, False),
+        ({"max_tokens": 8192 - 20}, False),
+        ({}, True),
+    ],
+)
+def test_bounds_only_where_no_fault_can_follow(counter: Counter, fields: dict[str, Any], certain: bool) -> None:
+    """A demand has bounds only when the exact count can neither clamp its ceiling nor refuse it."""
+    draft = counter.read(COMPLETIONS, orjson.dumps({"model": "refuse", "prompt": "twenty characters ok", **fields}))
+
+    assert certain is (draft.bounds() is not None)
+
+
 def test_prompt_of_ids_has_exact_bounds(counter: Counter) -> None:
     """Ids need no tokenizer: both bounds are their number."""
     draft = counter.read(COMPLETIONS, orjson.dumps({"prompt": [[1, 2], [3]], "max_tokens": 4, "n": 2}))
 
-    assert (3, 3, 16) == (draft.input_tokens_min, draft.input_tokens_max, draft.output_tokens_min)
+    assert ((2, 1), (2, 1), None) == (draft.low_tokens, draft.high_tokens, draft.bounds())
 
 
 async def test_texts_are_counted_off_the_event_loop(counter: Counter) -> None:
