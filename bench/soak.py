@@ -39,7 +39,7 @@ REST_S_MAX = RESPONSE_S_MAX + EXPIRY_SLACK_NS / NS_PER_S + 3
 """An orphan whose end nobody saw stands for the longest response and its slack; the rest is for a busy machine."""
 
 UP_S_MIN = 3.0
-"""How long a target is left alone after a fault: a slow machine, on which a start takes long, gets fewer faults."""
+"""How long a target is left alone after a fault, and at least as long as the fault took: a slow start costs faults."""
 
 REST_POLL_S = 0.1
 SHOWN_MAX = 40
@@ -111,8 +111,9 @@ async def _strike(fleet: Fleet, faults: Sequence[Fault], until_s: float) -> None
         await asyncio.sleep(max(up_s, fault.at_ms / MS_PER_S - fleet.now_s()))
         if fleet.now_s() > until_s:
             return
+        began_s = fleet.now_s()
         await fleet.strike(fault)
-        up_s = UP_S_MIN
+        up_s = max(UP_S_MIN, fleet.now_s() - began_s)
 
 
 async def _rest(fleet: Fleet) -> tuple[float, list[str]]:

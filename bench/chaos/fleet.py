@@ -158,6 +158,10 @@ class Fleet:
             case FaultKind.SERVICE_KILL | FaultKind.SERVICE_TERM:
                 number = signal.SIGKILL if fault.kind is FaultKind.SERVICE_KILL else signal.SIGTERM
                 await self._cycle(lambda: self._end_service(number), down_s, self._start_service)
+            case FaultKind.SERVICE_FREEZE:
+                await self._cycle(
+                    lambda: self._signal_service(signal.SIGSTOP), down_s, lambda: self._signal_service(signal.SIGCONT)
+                )
             case FaultKind.ENVOY_KILL | FaultKind.ENVOY_TERM:
                 number = signal.SIGKILL if fault.kind is FaultKind.ENVOY_KILL else signal.SIGTERM
                 await self._cycle(lambda: self._end_envoy(number), down_s, self._start_envoy)
@@ -271,8 +275,12 @@ class Fleet:
     def _end_service(self, number: int) -> None:
         assert self._service is not None
         self.note_memory()
-        self._service.send_signal(number)
+        self._signal_service(number)
         self._service.wait(STOP_S_MAX)
+
+    def _signal_service(self, number: int) -> None:
+        assert self._service is not None
+        self._service.send_signal(number)
 
     def note_memory(self) -> None:
         """Keep the largest memory that the service has ever had."""

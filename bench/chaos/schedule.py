@@ -111,13 +111,14 @@ class FaultKind(StrEnum):
     ENGINE_HOLD = "engine_hold"  # it generates nothing
     SERVICE_KILL = "service_kill"
     SERVICE_TERM = "service_term"
+    SERVICE_FREEZE = "service_freeze"  # it stands still, and its connections with it
     ENVOY_KILL = "envoy_kill"
     ENVOY_TERM = "envoy_term"
     ENVOY_SWITCH = "envoy_switch"  # a second Envoy takes over; the first ends after `down_ms`
 
 
 ENGINE_FAULTS = (FaultKind.ENGINE_KILL, FaultKind.ENGINE_SICK, FaultKind.ENGINE_BUSY, FaultKind.ENGINE_HOLD)
-SERVICE_FAULTS = (FaultKind.SERVICE_KILL, FaultKind.SERVICE_TERM)
+SERVICE_FAULTS = (FaultKind.SERVICE_KILL, FaultKind.SERVICE_TERM, FaultKind.SERVICE_FREEZE)
 ENVOY_FAULTS = (FaultKind.ENVOY_KILL, FaultKind.ENVOY_TERM, FaultKind.ENVOY_SWITCH)
 
 DOWN_MS: Mapping[FaultKind, tuple[int, int]] = MappingProxyType(

@@ -13,7 +13,7 @@ from types import MappingProxyType
 import orjson
 
 from bench.chaos.requests import GENERATING, STREAMS, output_tokens
-from bench.chaos.schedule import FaultKind, Kind, Shot
+from bench.chaos.schedule import SERVICE_FAULTS, FaultKind, Kind, Shot
 from extproc.core.rejection import RULES, Retry
 from extproc.core.values import Reason
 
@@ -86,7 +86,7 @@ _EXCUSES: Mapping[Reason, frozenset[FaultKind]] = MappingProxyType(
     {
         Reason.ENGINE_BUSY: frozenset({FaultKind.ENGINE_BUSY}),
         Reason.CAPACITY_UNAVAILABLE: frozenset({FaultKind.ENGINE_KILL, FaultKind.ENGINE_SICK}),
-        Reason.ADMISSION_UNAVAILABLE: frozenset({FaultKind.SERVICE_KILL, FaultKind.SERVICE_TERM}),
+        Reason.ADMISSION_UNAVAILABLE: frozenset(SERVICE_FAULTS),
         Reason.DRAINING: frozenset({FaultKind.SERVICE_TERM}),
     }
 )

@@ -73,11 +73,15 @@ def _service_cluster(config: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _ping_often(config: dict[str, Any]) -> None:
+def _ping(config: dict[str, Any], interval_s: float, timeout_s: float) -> None:
     options = _service_cluster(config)["typed_extension_protocol_options"][HTTP_OPTIONS]
     keepalive = options["explicit_http_config"]["http2_protocol_options"]["connection_keepalive"]
     assert "10s" == keepalive["interval"]
-    keepalive.update(interval=f"{PING_INTERVAL_S}s", timeout="5s")
+    keepalive.update(interval=f"{interval_s}s", timeout=f"{timeout_s}s")
+
+
+def _ping_often(config: dict[str, Any]) -> None:
+    _ping(config, PING_INTERVAL_S, 5)
 
 
 def _path(body: dict[str, Any]) -> str:
@@ -354,6 +358,12 @@ class _Apart:
             page: dict[str, Any] = await response.json()
             return page
 
+    async def until_running(self) -> None:
+        """Wait until the engine runs a request."""
+        async with asyncio.timeout(10):
+            while (await asyncio.to_thread(self.engine.state))["running"] == 0:  # noqa: ASYNC110 (another process)
+                await asyncio.sleep(0.005)
+
     async def until_ready(self) -> None:
         """Wait until the service says so."""
         async with asyncio.timeout(READY_S_MAX):
@@ -377,7 +387,7 @@ class _Apart:
 
 
 @asynccontextmanager
-async def _apart(directory: Path) -> AsyncIterator[_Apart]:
+async def _apart(directory: Path, ping_s: float | None = None) -> AsyncIterator[_Apart]:
     listen, envoy_admin, admin, service_port, *ports = free_ports(6)
     content = document(
         chat={"chat-0": replica(ports[0])},
@@ -389,6 +399,8 @@ async def _apart(directory: Path) -> AsyncIterator[_Apart]:
     path.write_text(yaml.safe_dump(content))
     address = f"127.0.0.1:{service_port}"
     config = bootstrap(load_policy(path), Addresses(f"127.0.0.1:{listen}", f"127.0.0.1:{envoy_admin}", address))
+    if ping_s is not None:
+        _ping(config, ping_s, ping_s)
     engine = EngineProcess("chat-0", ports[0])
     service = ServiceProcess(path, address, f"127.0.0.1:{admin}", directory / "log")
     envoy = EnvoyProcess(config)
@@ -411,9 +423,7 @@ async def test_silent_service(tmp_path: Path) -> None:
         assert process is not None
         await asyncio.to_thread(chain.engine.control, hold=True)
         running = asyncio.create_task(chain.ask(content="before"))
-        async with asyncio.timeout(10):
-            while (await asyncio.to_thread(chain.engine.state))["running"] == 0:  # noqa: ASYNC110 (another process)
-                await asyncio.sleep(0.005)
+        await chain.until_running()
         os.kill(process.pid, signal.SIGSTOP)
         try:
             refused = await asyncio.gather(*(chain.ask(content=f"number {n}") for n in range(10)))
