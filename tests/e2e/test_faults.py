@@ -42,6 +42,9 @@ HELD = 1000
 PING_INTERVAL_S = 0.2
 READY_S_MAX = 30.0
 
+LONG_TEXT = "before dawn " * 1500
+"""Long enough to be counted in a thread, short enough for the interactive lane."""
+
 Broken = tuple[int, str]
 """Status and reason of a refusal."""
 
@@ -236,15 +239,15 @@ async def test_stuck_tokenizer() -> None:
         tokenize = chain.server._counter._tokenize
         chain.server._counter._tokenize = stuck  # type: ignore[method-assign] # what would hang in native code
         try:
-            refused = await asyncio.gather(*(_refusal(chain, chat(f"number {n}")) for n in range(4)))
+            refused = await asyncio.gather(*(_refusal(chain, chat(LONG_TEXT)) for _ in range(4)))
             await _until_idle(chain)
             others = await _served(chain, ids(5))
             chain.server._counter._tokenize = tokenize  # type: ignore[method-assign]
             gate.set()
-            recovered = await _served(chain, chat())
+            recovered = await _served(chain, chat(LONG_TEXT))
             gate.clear()
             chain.server._counter._tokenize = stuck  # type: ignore[method-assign]
-            refused.append(await _refusal(chain, chat()))
+            refused.append(await _refusal(chain, chat(LONG_TEXT)))
             async with asyncio.timeout(5):
                 await chain.server.stop()
         finally:
