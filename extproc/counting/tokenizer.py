@@ -24,6 +24,8 @@ _NORMALIZED_BYTES_RATIO = {"NFC": 3, "NFD": 3, "NFKC": 11, "NFKD": 11, "Replace"
 """How many times longer UTF-8 text can become under a normalizer (Unicode FAQ on normalization, table of maximum
 expansion factors). `Replace` and `Prepend` write a word marker, which is one token however many bytes it has."""
 
+_COMPOSING_NORMALIZERS = frozenset({"NFC", "NFKC", "Prepend", "Replace"})
+
 _LOSSLESS_PRE_TOKENIZERS = frozenset({"ByteLevel", "Digits", "Metaspace", "Punctuation", "Split"})
 """Pre-tokenizers that drop no text, so that tokens cover all of it."""
 
@@ -82,24 +84,26 @@ class HfBackend:
 class Bounds:
     """What the byte length of a text says about its token count.
 
-    `token_bytes_max` is the longest text that one token can stand for; None where nothing bounds it.
+    `token_bytes_max` is the longest text that one token can stand for; None where nothing bounds it. `composes` says
+    that the normalizer changes only text that is not composed already.
     `special_tokens` are those that the post-processor adds to a text.
     """
 
     token_bytes_max: int | None
     normalized_bytes_ratio: int
+    composes: bool
     special_tokens: int
 
-    def lower_tokens(self, text_bytes: int, *, ascii_only: bool) -> int:
+    def lower_tokens(self, text_bytes: int, *, stable: bool) -> int:
         """No fewer tokens than this."""
         if self.token_bytes_max is None or text_bytes == 0:
             return 0
-        ratio = 1 if ascii_only else self.normalized_bytes_ratio
+        ratio = 1 if stable else self.normalized_bytes_ratio
         return -(-text_bytes // (self.token_bytes_max * ratio))
 
-    def upper_tokens(self, text_bytes: int, *, ascii_only: bool, add_special_tokens: bool) -> int:
+    def upper_tokens(self, text_bytes: int, *, stable: bool, add_special_tokens: bool) -> int:
         """No more tokens than this: one per byte, after normalization."""
-        ratio = 1 if ascii_only else self.normalized_bytes_ratio
+        ratio = 1 if stable else self.normalized_bytes_ratio
         return ratio * text_bytes + 1 + (self.special_tokens if add_special_tokens else 0)
 
 
@@ -228,6 +232,7 @@ def _bounds(tokenizer: tokenizers.Tokenizer) -> Bounds:
     return Bounds(
         token_bytes_max=_token_bytes_max(tokenizer, byte_level=byte_level) if lossless else None,
         normalized_bytes_ratio=ratio,
+        composes=_COMPOSING_NORMALIZERS.issuperset(normalizers),
         special_tokens=len(tokenizer.encode_batch_fast([""], add_special_tokens=True)[0]),
     )
 
