@@ -19,19 +19,19 @@ def no_filter(_policy: Policy, bootstrap: Bootstrap) -> Iterator[Fault]:
         )
 
 
-def unguarded(policy: Policy, bootstrap: Bootstrap) -> Iterator[Fault]:
+def unguarded(_policy: Policy, bootstrap: Bootstrap) -> Iterator[Fault]:
     """Nothing leads to an engine past the service."""
-    engines = bootstrap.engine_names(policy)
+    engines = bootstrap.engine_names
     if not bootstrap.guarded:
         return
     for where, listener, kind, config in bootstrap.network_filters:
         if kind == "HttpConnectionManager":
             manager = Manager(where, config, listener, bootstrap)
-            reached = manager.position is None and bool(manager.engine_hosts(policy))
+            reached = manager.position is None and bool(manager.engine_hosts)
         else:
             parts = [config, *sections(section(config, "weighted_clusters"), "clusters")]
             reached = kind == "TcpProxy" and bool(
-                {part.get(key) for part in parts for key in ("cluster", "name")} & engines
+                {text(part, key) for part in parts for key in ("cluster", "name")} & engines
             )
         if reached:
             yield Fault(
@@ -52,7 +52,7 @@ def service_cluster(_policy: Policy, bootstrap: Bootstrap) -> Iterator[Fault]:
 
 def service_http2(_policy: Policy, bootstrap: Bootstrap) -> Iterator[Fault]:
     """Envoy speaks HTTP/2 to the service."""
-    for cluster in bootstrap.services():
+    for cluster in bootstrap.services:
         if not cluster.http2:
             yield Fault(
                 cluster.where,
@@ -63,7 +63,7 @@ def service_http2(_policy: Policy, bootstrap: Bootstrap) -> Iterator[Fault]:
 def service_breaker(policy: Policy, bootstrap: Bootstrap) -> Iterator[Fault]:
     """The breaker of the service's cluster lets all streams through."""
     needed = policy.limits.streams_max
-    for cluster in bootstrap.services():
+    for cluster in bootstrap.services:
         if (limit := cluster.limit("max_requests")) < needed:
             yield Fault(
                 cluster.where,
@@ -75,7 +75,7 @@ def service_breaker(policy: Policy, bootstrap: Bootstrap) -> Iterator[Fault]:
 def service_pending(policy: Policy, bootstrap: Bootstrap) -> Iterator[Fault]:
     """The breaker of the service's cluster lets all streams wait for a connection."""
     needed = policy.limits.streams_max
-    for cluster in bootstrap.services():
+    for cluster in bootstrap.services:
         if (limit := cluster.limit("max_pending_requests")) < needed:
             yield Fault(
                 cluster.where,
@@ -86,7 +86,7 @@ def service_pending(policy: Policy, bootstrap: Bootstrap) -> Iterator[Fault]:
 
 def engine_breaker(policy: Policy, bootstrap: Bootstrap) -> Iterator[Fault]:
     """The breakers of engine clusters let through what may be admitted."""
-    for cluster in bootstrap.engines(policy):
+    for cluster in bootstrap.engines:
         held = cluster.addresses or frozenset()
         needed = sum(replica.requests_max for replica in policy.replicas() if canonical(replica.address) in held)
         for name in ("max_requests",) if cluster.http2 else ("max_requests", "max_connections"):
@@ -98,9 +98,9 @@ def engine_breaker(policy: Policy, bootstrap: Bootstrap) -> Iterator[Fault]:
                 )
 
 
-def reserved_replica(policy: Policy, bootstrap: Bootstrap) -> Iterator[Fault]:
+def reserved_replica(_policy: Policy, bootstrap: Bootstrap) -> Iterator[Fault]:
     """Engine clusters send a request to the replica that the verdict names."""
-    for cluster in bootstrap.engines(policy):
+    for cluster in bootstrap.engines:
         if cluster.members:
             continue
         policies = sections(section(cluster.config, "load_balancing_policy"), "policies")
@@ -118,14 +118,14 @@ def reserved_replica(policy: Policy, bootstrap: Bootstrap) -> Iterator[Fault]:
 def unknown_endpoints(policy: Policy, bootstrap: Bootstrap) -> Iterator[Fault]:
     """Engine clusters hold no endpoint that is not in the policy."""
     known = {canonical(replica.address) for replica in policy.replicas()}
-    for cluster in bootstrap.engines(policy):
+    for cluster in bootstrap.engines:
         for address in sorted((cluster.addresses or frozenset()) - known):
             yield Fault(
                 cluster.where, f"endpoint {address} is no replica of the policy, so it gets nothing but what bypasses"
             )
 
 
-def unseen(policy: Policy, bootstrap: Bootstrap) -> Iterator[Fault]:
+def unseen(_policy: Policy, bootstrap: Bootstrap) -> Iterator[Fault]:
     """The file holds everything that rules look at."""
     dynamic = section(bootstrap.config, "dynamic_resources")
     for name, title in (("lds_config", "listeners"), ("cds_config", "clusters")):
@@ -139,7 +139,7 @@ def unseen(policy: Policy, bootstrap: Bootstrap) -> Iterator[Fault]:
             yield Fault(
                 manager.where, "google_grpc calls the service past Envoy's clusters, so no cluster of it is checked"
             )
-    for cluster in bootstrap.engines(policy):
+    for cluster in bootstrap.engines:
         if cluster.addresses is None and not cluster.members:
             yield Fault(
                 cluster.where,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from extproc.config_check.document import Node, flag, section, sections, text, unpack
+from extproc.config_check.document import Node, choice, flag, section, sections, text, unpack
 from extproc.config_check.findings import Fault
 from extproc.config_check.matching import VERDICT_HEADERS, string_matches
 from extproc.config_check.view import Manager, grpc_cluster
@@ -14,6 +14,14 @@ from extproc.envoy_config.listener import ENGINE_PRIORITY_HEADERS
 
 OTHER_OWN_HEADER = f"{OWN_PREFIX}any"
 """Stands for every header of the prefix that is not looked at by name."""
+
+SLASH_ACTIONS = (
+    "IMPLEMENTATION_SPECIFIC_DEFAULT",
+    "KEEP_UNCHANGED",
+    "REJECT_REQUEST",
+    "UNESCAPE_AND_REDIRECT",
+    "UNESCAPE_AND_FORWARD",
+)
 
 
 def strip_verdict(_policy: Policy, manager: Manager) -> Iterator[Fault]:
@@ -88,8 +96,8 @@ def paths(_policy: Policy, manager: Manager) -> Iterator[Fault]:
     for name in ("normalize_path", "merge_slashes"):
         if not flag(manager.config, name):
             yield Fault(manager.where, f"{name} is not true, so other spellings of a served path are answered 404")
-    action = manager.config.get("path_with_escaped_slashes_action")
-    if action not in {None, 0, 1, "IMPLEMENTATION_SPECIFIC_DEFAULT", "KEEP_UNCHANGED"}:
+    action = choice(manager.config, "path_with_escaped_slashes_action", SLASH_ACTIONS)
+    if action not in SLASH_ACTIONS[:2]:
         yield Fault(
             manager.where,
             f"path_with_escaped_slashes_action is {action}, so a path with %2F is not answered by the contract",

@@ -149,9 +149,9 @@ def choice(node: Node, name: str, values: Sequence[str]) -> str:
         return values[0]
     if isinstance(found, int) and not isinstance(found, bool) and 0 <= found < len(values):
         return values[found]
-    if found not in values:
+    if not isinstance(found, str) or found not in values:
         raise ShapeError(f"{name} is none of {', '.join(values)}")
-    return str(found)
+    return found
 
 
 def unpack(extension: Node) -> tuple[str, Node]:

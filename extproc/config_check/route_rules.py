@@ -58,11 +58,11 @@ def engine_routes(policy: Policy, manager: Manager) -> list[Route]:
     """The routes to engines that an admitted request can meet, each once."""
     found = {
         route.where: route
-        for host in manager.engine_hosts(policy)
+        for host in manager.engine_hosts
         for verdict in verdicts(policy)
         if verdict.lane is not Lane.BYPASS
         for route in ways(host, verdict)
-        if manager.reaches(policy, route, verdict.headers)
+        if manager.reaches(route, verdict.headers)
     }
     return list(found.values())
 
@@ -77,20 +77,20 @@ def unadmitted_ways(host: VirtualHost) -> Iterator[Route]:
             return
 
 
-def route_bypass(policy: Policy, manager: Manager) -> Iterator[Fault]:
+def route_bypass(_policy: Policy, manager: Manager) -> Iterator[Fault]:
     """No route leads to an engine without a verdict's headers."""
-    for host in manager.engine_hosts(policy):
+    for host in manager.engine_hosts:
         for route in unadmitted_ways(host):
-            if manager.reaches(policy, route, UNADMITTED):
+            if manager.reaches(route, UNADMITTED):
                 yield Fault(
                     route.where,
                     f"it leads to an engine without asking for {LANE_HEADER}, so requests that were not admitted run",
                 )
 
 
-def route_fail_closed(policy: Policy, manager: Manager) -> Iterator[Fault]:
+def route_fail_closed(_policy: Policy, manager: Manager) -> Iterator[Fault]:
     """A request without a verdict is answered 503 by the route table."""
-    for host in manager.engine_hosts(policy):
+    for host in manager.engine_hosts:
         last: Route | None = None
         for route in unadmitted_ways(host):
             last = route
@@ -101,7 +101,7 @@ def route_fail_closed(policy: Policy, manager: Manager) -> Iterator[Fault]:
                 "and do not come back",
             )
         elif "direct_response" not in last.config:
-            if not manager.reaches(policy, last, UNADMITTED):
+            if not manager.reaches(last, UNADMITTED):
                 yield Fault(
                     last.where,
                     "it takes what was not admitted and is no direct_response, so clients get what is behind it",
@@ -116,7 +116,7 @@ def route_fail_closed(policy: Policy, manager: Manager) -> Iterator[Fault]:
 
 def verdict_route(policy: Policy, manager: Manager) -> Iterator[Fault]:
     """Every verdict has a route to an engine."""
-    hosts = manager.engine_hosts(policy)
+    hosts = manager.engine_hosts
     if not hosts and "route_config" in manager.config:
         yield Fault(
             manager.where, "no route leads to an engine of the policy, so whatever is admitted is answered otherwise"
@@ -125,7 +125,7 @@ def verdict_route(policy: Policy, manager: Manager) -> Iterator[Fault]:
         missing = {
             (verdict.lane, verdict.pool): verdict
             for verdict in verdicts(policy)
-            if not any(manager.reaches(policy, route, verdict.headers) for route in ways(host, verdict))
+            if not any(manager.reaches(route, verdict.headers) for route in ways(host, verdict))
         }
         for lane, pool in missing:
             yield Fault(
@@ -138,7 +138,7 @@ def verdict_cluster(policy: Policy, manager: Manager) -> Iterator[Fault]:
     """The cluster that a verdict leads to holds every replica of its pool."""
     clusters = manager.bootstrap.clusters
     found: dict[Fault, None] = {}
-    for host in manager.engine_hosts(policy):
+    for host in manager.engine_hosts:
         for verdict in verdicts(policy):
             for route in ways(host, verdict):
                 for name in sorted(route.targets(verdict.headers) or ()):
@@ -208,7 +208,7 @@ def route_reruns(policy: Policy, manager: Manager) -> Iterator[Fault]:
 
 def route_doubles(policy: Policy, manager: Manager) -> Iterator[Fault]:
     """No route sends one request to engines twice at a time, or gives up a try that may still run."""
-    engines = manager.bootstrap.engine_names(policy)
+    engines = manager.bootstrap.engine_names
     for route in engine_routes(policy, manager):
         hedge = section(route.action, "hedge_policy") or section(route.host, "hedge_policy")
         if flag(hedge, "hedge_on_per_try_timeout"):

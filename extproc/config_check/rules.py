@@ -81,7 +81,7 @@ SHAPE = "shape"
 
 def check(policy: Policy, document: Node) -> list[Finding]:
     """Everything wrong with the bootstrap `document` under `policy`: errors first, in the order of the rules."""
-    bootstrap = Bootstrap(document)
+    bootstrap = Bootstrap(document, policy)
     found = list(_apply(BOOTSTRAP_RULES, policy, [("the file", bootstrap)]))
     try:
         guarded = bootstrap.guarded

@@ -54,9 +54,9 @@ def stream_duration(policy: Policy, manager: Manager) -> Iterator[Fault]:
     whole_ns = policy.limits.decision_ns_max + response_ns
     bounds = [(manager.where, section(manager.config, "common_http_protocol_options"), whole_ns)]
     bounds += [(route.where, section(route.action, "max_stream_duration"), whole_ns) for route in manager.routes]
-    for cluster in manager.bootstrap.engines(policy):
+    for cluster in manager.bootstrap.engines:
         bounds.append((cluster.where, section(cluster.options, "common_http_protocol_options"), response_ns))
-    for cluster in manager.bootstrap.services():
+    for cluster in manager.bootstrap.services:
         bounds.append((cluster.where, section(cluster.options, "common_http_protocol_options"), whole_ns))
     for where, node, needed_ns in bounds:
         duration = duration_ns(node, "max_stream_duration", 0)
@@ -82,7 +82,7 @@ def request_timeout(policy: Policy, manager: Manager) -> Iterator[Fault]:
 def body_buffer(policy: Policy, manager: Manager) -> Iterator[Fault]:
     """A body at the cap, and what is injected, fit Envoy's buffer."""
     needed = policy.limits.body_bytes_max + INJECTED_BYTES_MAX
-    for host in manager.engine_hosts(policy):
+    for host in manager.engine_hosts:
         limit = _buffer_bytes(manager, host.config)
         if limit < needed:
             yield Fault(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from ipaddress import ip_address
 from itertools import chain
 
-from extproc.config_check.document import Node, section, sections, text, unpack, whole
+from extproc.config_check.document import Node, choice, section, sections, text, texts, unpack, whole
 from extproc.config_check.matching import UNADMITTED, VERDICT_HEADERS, route_matches
 from extproc.core.names import METADATA_NAMESPACE
 from extproc.core.policy import Policy
@@ -58,12 +59,12 @@ class Cluster:
     def members(self) -> list[str]:
         """The clusters of an aggregate."""
         kind, config = unpack(section(self.config, "cluster_type"))
-        return [str(name) for name in config.get("clusters") or []] if kind == "ClusterConfig" else []
+        return texts(config, "clusters") if kind == "ClusterConfig" else []
 
     def limit(self, name: str) -> int:
         """A bound of its circuit breaker at default priority; Envoy's default is 1024."""
         for threshold in sections(section(self.config, "circuit_breakers"), "thresholds"):
-            if threshold.get("priority") in {None, 0, "DEFAULT"}:
+            if choice(threshold, "priority", ("DEFAULT", "HIGH")) == "DEFAULT":
                 return whole(threshold, name, 1024)
         return 1024
 
@@ -157,7 +158,7 @@ class Manager:
 
     def _ours(self, number: int) -> int:
         config = self.filters[number][1]
-        namespaces = section(config, "metadata_options", "receiving_namespaces").get("untyped") or []
+        namespaces = texts(section(config, "metadata_options", "receiving_namespaces"), "untyped")
         return 2 * (METADATA_NAMESPACE in namespaces) + (grpc_cluster(config) == TOKENLANE_CLUSTER)
 
     @property
@@ -188,28 +189,30 @@ class Manager:
         """All routes of all virtual hosts."""
         return [route for host in self.hosts for route in host.routes]
 
-    def reaches(self, policy: Policy, route: Route, verdict: Mapping[str, str]) -> bool:
+    def reaches(self, route: Route, verdict: Mapping[str, str]) -> bool:
         """Whether `route` may lead to an engine; what a client chooses may."""
         targets = route.targets(verdict)
-        return targets is None or bool(targets & self.bootstrap.engine_names(policy))
-
-    def engine_hosts(self, policy: Policy) -> list[VirtualHost]:
-        """The virtual hosts with a way to an engine."""
-        return [host for host in self.hosts if any(self._leads(policy, route) for route in host.routes)]
-
-    def _leads(self, policy: Policy, route: Route) -> bool:
-        weighted = sections(section(route.action, "weighted_clusters"), "clusters")
-        by_header = any("cluster_header" in part for part in (route.action, *weighted))
-        return by_header or self.reaches(policy, route, UNADMITTED)
-
-
-@dataclass(frozen=True, slots=True)
-class Bootstrap:
-    """A whole configuration."""
-
-    config: Node
+        return targets is None or bool(targets & self.bootstrap.engine_names)
 
     @property
+    def engine_hosts(self) -> list[VirtualHost]:
+        """The virtual hosts with a way to an engine."""
+        return [host for host in self.hosts if any(self._leads(route) for route in host.routes)]
+
+    def _leads(self, route: Route) -> bool:
+        weighted = sections(section(route.action, "weighted_clusters"), "clusters")
+        by_header = any("cluster_header" in part for part in (route.action, *weighted))
+        return by_header or self.reaches(route, UNADMITTED)
+
+
+@dataclass(frozen=True)
+class Bootstrap:
+    """A whole configuration, and the policy that says which of its clusters are engines."""
+
+    config: Node
+    policy: Policy
+
+    @cached_property
     def clusters(self) -> dict[str, Cluster]:
         """The static clusters by name."""
         found = sections(section(self.config, "static_resources"), "clusters")
@@ -244,21 +247,23 @@ class Bootstrap:
         """The connection managers that ask the service."""
         return [manager for manager in self.managers if manager.position is not None]
 
-    def engine_names(self, policy: Policy) -> frozenset[str]:
+    @cached_property
+    def engine_names(self) -> frozenset[str]:
         """Clusters that hold a replica of the policy, have the name of a pool, or are made of such clusters."""
-        replicas = {canonical(replica.address) for replica in policy.replicas()}
-        found = set(policy.pools)
+        replicas = {canonical(replica.address) for replica in self.policy.replicas()}
+        found = set(self.policy.pools)
         found |= {cluster.name for cluster in self.clusters.values() if replicas & (cluster.addresses or frozenset())}
         aggregates = [cluster for cluster in self.clusters.values() if cluster.members]
         for _ in aggregates:
             found |= {cluster.name for cluster in aggregates if found & set(cluster.members)}
         return frozenset(found)
 
-    def engines(self, policy: Policy) -> list[Cluster]:
+    @property
+    def engines(self) -> list[Cluster]:
         """The static clusters of engines."""
-        names = self.engine_names(policy)
-        return [cluster for name, cluster in self.clusters.items() if name in names]
+        return [cluster for name, cluster in self.clusters.items() if name in self.engine_names]
 
+    @property
     def services(self) -> list[Cluster]:
         """The static clusters that ext_proc filters call, each once."""
         names = dict.fromkeys(grpc_cluster(manager.ext_proc) for manager in self.guarded)

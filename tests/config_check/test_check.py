@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 from collections.abc import Iterator
@@ -166,7 +165,7 @@ def test_field_names_of_the_json_form(tmp_path: Path) -> None:
         ("- 1", "it holds no configuration: a bootstrap is a mapping with static_resources"),
         ("a: [", "while parsing a flow node"),
         ("a: \x00", "unacceptable character #x0000"),
-        ("[" * 5000, "it is nested too deeply to be read"),
+        ("[" * 1000, "it is nested too deeply to be read"),
         (None, "No such file or directory"),
     ],
     ids=["empty", "a list", "cut off", "control character", "deep", "absent"],
@@ -214,24 +213,29 @@ def places(node: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | 
 def test_any_value_anywhere_is_taken(value: Any) -> None:
     """Whatever stands in place of any part, the check ends with findings and not with an exception."""
     policy = load_policy(POLICY)
-    # Mappers are many and alike; the first is enough.
-    mappers = good_manager()["local_reply_config"]["mappers"]
-    config = patched(good(), [{"set": "$hcm/local_reply_config/mappers", "to": mappers[:1]}])
+    # Parts that are many and alike: one of them is enough.
+    one_of_each = [
+        {"set": "$hcm/local_reply_config/mappers", "to": good_manager()["local_reply_config"]["mappers"][:1]},
+        {"set": "$host/response_headers_to_add", "to": []},
+        {"set": "$host/routes/3/response_headers_to_add", "to": []},
+        {"set": "$hcm/http_filters/1", "to": {"name": "c", "typed_config": {"@type": "x/CustomResponse"}}},
+    ]
+    config = patched(good(), one_of_each)
     found = 0
-    for path in places(config):
-        changed = copy.deepcopy(config)
-        node: Any = changed
+    for path in list(places(config)):
+        node: Any = config
         for key in path[:-1]:
             node = node[key]
-        node[path[-1]] = value
-        found += bool(check(policy, changed))
+        kept, node[path[-1]] = node[path[-1]], value
+        found += bool(check(policy, config))
+        node[path[-1]] = kept
 
     assert found > 50
 
 
 def test_policy_alone() -> None:
-    """Without a configuration the policy and its tokenizers are checked."""
-    result = run(POLICY)
+    """Without a configuration the policy is checked."""
+    result = run("--no-tokenizers", POLICY)
 
     assert ("ok\n", 0) == (result.output, result.exit_code)
 
