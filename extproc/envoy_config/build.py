@@ -7,11 +7,15 @@ from typing import Any
 import yaml
 from betterproto2 import Casing
 from envoy_data_plane.envoy.config.bootstrap import v3 as envoy_bootstrap
+from envoy_data_plane.google.protobuf import Struct
 
 from extproc.core.policy import Policy
 from extproc.envoy_config.addresses import Addresses, address
 from extproc.envoy_config.clusters import TOKENLANE_CLUSTER, clusters
 from extproc.envoy_config.listener import build_listener
+
+RUNTIME = {"envoy.reloadable_features.ext_proc_graceful_grpc_close": True}
+"""Envoy half-closes a stream when its response has ended, without the reset that a lost connection looks like too."""
 
 
 def bootstrap(policy: Policy, addresses: Addresses) -> dict[str, Any]:
@@ -26,6 +30,9 @@ def bootstrap(policy: Policy, addresses: Addresses) -> dict[str, Any]:
         static_resources=envoy_bootstrap.BootstrapStaticResources(
             listeners=[build_listener(policy, addresses.listen)],
             clusters=clusters(policy, addresses.tokenlane),
+        ),
+        layered_runtime=envoy_bootstrap.LayeredRuntime(
+            layers=[envoy_bootstrap.RuntimeLayer(name="static", static_layer=Struct.from_dict(RUNTIME))]
         ),
     )
     return message.to_dict(casing=Casing.SNAKE)

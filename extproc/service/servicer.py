@@ -85,9 +85,13 @@ class Servicer:
         over: Event = _ENDED
         try:
             await self._serve(stream, context)
+            if stream.state is State.RUNNING and self._detaching():
+                # gRPC reports a lost connection as if the peer had half-closed. Only a write tells them apart, and
+                # Envoy, which then waits for nothing but the end of the stream, ignores what it says.
+                await context.write(b"")
         except BaseException:
-            # Envoy nearly always half-closes a stream when its response has ended. A stream that breaks off says
-            # nothing of the response, so with an access log to tell its end, the reservation waits for that.
+            # A stream that breaks off says nothing of the response, so with an access log to tell its end, the
+            # reservation waits for that.
             if self._detaching():
                 over = _DETACHED
             raise
