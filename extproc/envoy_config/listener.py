@@ -81,6 +81,8 @@ def hcm_filter(policy: Policy) -> hcm.HttpConnectionManager:
         http2_protocol_options=core.Http2ProtocolOptions(
             initial_stream_window_size=window_bytes,
             initial_connection_window_size=max(window_bytes, CONNECTION_WINDOW_BYTES),
+            # What is wrong with one request ends its stream; the responses beside it on the connection go on.
+            override_stream_error_on_invalid_http_message=True,
         ),
         # The policy bounds the time from arrival to verdict; the upload is part of it.
         request_timeout=duration(limits.decision_ns_max),

@@ -64,6 +64,7 @@ MAPPINGS = (
     Mapping(Reason.BODY_TOO_LARGE, _EQ, 413),
     Mapping(Reason.ENGINE_BUSY, _EQ, 429),
     Mapping(Reason.MALFORMED_REQUEST, _LE, 499),
+    Mapping(Reason.MALFORMED_REQUEST, _EQ, 501, status=400),  # a transfer-encoding that Envoy does not know
     Mapping(Reason.CAPACITY_UNAVAILABLE, _EQ, 502, status=503),
     Mapping(Reason.CAPACITY_UNAVAILABLE, _EQ, 503),
     Mapping(Reason.UPSTREAM_TIMEOUT, _EQ, 504),
