@@ -149,13 +149,17 @@ class Counter:
 
     async def count(self, draft: Draft) -> Counted:
         """Count exactly, off the event loop; Fault where the exact count does not fit, or nothing can count it."""
-        if sum(map(len, draft.prompts.texts)) <= self._backend(draft).inline_chars_max:
+        if self.is_quick(draft):
             return self.count_now(draft)
         try:
             tokens = asyncio.get_running_loop().run_in_executor(self._pool, self._tokenize, draft)
         except RuntimeError as error:  # the pool takes no more work
             raise _tokenizer_unavailable() from error
         return _counted(draft, await tokens)
+
+    def is_quick(self, draft: Draft) -> bool:
+        """Whether counting takes no longer than an event loop can spare."""
+        return sum(map(len, draft.prompts.texts)) <= self._backend(draft).inline_chars_max
 
     def count_now(self, draft: Draft) -> Counted:
         """The same in this thread."""

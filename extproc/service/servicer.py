@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 import grpc.aio
 import structlog
@@ -49,7 +49,43 @@ _ENDED = Ended()
 _DETACHED = Detached()
 _INTERNAL_ERROR = Reject(Reason.INTERNAL_ERROR, "the gateway failed to decide; nothing was reserved")
 
+_Result = TypeVar("_Result")
+
 _log = structlog.get_logger()
+
+
+class _Gone(Exception):  # noqa: N818 (the end of a stream, not an error)
+    """Envoy ended the stream before its verdict: the client has left."""
+
+
+class _Messages:
+    """Envoy's messages of one stream, in order, also watched while the service works."""
+
+    def __init__(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        self._context = context
+        self._ahead: asyncio.Future[Any] | None = None
+
+    async def next(self) -> Any:  # noqa: ANN401 (a message, or grpc.aio.EOF)
+        """The next message, or EOF."""
+        ahead, self._ahead = self._ahead, None
+        return await (self._context.read() if ahead is None else ahead)
+
+    async def during(self, work: Awaitable[_Result]) -> _Result:
+        """The result of `work`; `_Gone` as soon as the stream ends before it."""
+        working = asyncio.ensure_future(work)
+        self._ahead = reading = asyncio.ensure_future(self._context.read())
+        try:
+            await asyncio.wait((working, reading), return_when=asyncio.FIRST_COMPLETED)
+            if not working.done() and reading.result() is grpc.aio.EOF:
+                raise _Gone
+            return await working
+        finally:
+            working.cancel()
+
+    def close(self) -> None:
+        """Give up what was read ahead."""
+        if self._ahead is not None:
+            self._ahead.cancel()
 
 
 class Servicer:
@@ -83,8 +119,9 @@ class Servicer:
         stream = Stream(self._desk)
         self._idle.clear()
         over: Event = _ENDED
+        messages = _Messages(context)
         try:
-            await self._serve(stream, context)
+            await self._serve(stream, messages, context)
             if stream.state is State.RUNNING and self._detaching():
                 # gRPC reports a lost connection as if the peer had half-closed. Only a write tells them apart, and
                 # Envoy, which then waits for nothing but the end of the stream, ignores what it says.
@@ -96,6 +133,7 @@ class Servicer:
                 over = _DETACHED
             raise
         finally:
+            messages.close()
             # Synchronous, so a cancellation cannot come between the end of the stream and the end of its reservation.
             self._close(stream, over)
 
@@ -106,11 +144,13 @@ class Servicer:
         if self._desk.streams == 0:
             self._idle.set()
 
-    async def _serve(self, stream: Stream, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        while (message := await context.read()) is not grpc.aio.EOF:
+    async def _serve(self, stream: Stream, messages: _Messages, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        while (message := await messages.next()) is not grpc.aio.EOF:
             started_ns = time.monotonic_ns()
             try:
-                reply, final = await self._answer(stream, wire.event(message), started_ns)
+                reply, final = await self._answer(stream, messages, wire.event(message), started_ns)
+            except _Gone:
+                return
             except Exception:
                 self._metrics.fault()
                 _log.exception("fault", request_id=_request_id(stream))
@@ -122,11 +162,11 @@ class Servicer:
                 return
             stream.receive(_WRITTEN, time.monotonic_ns())
 
-    async def _answer(self, stream: Stream, event: Event, started_ns: int) -> tuple[bytes, bool]:
+    async def _answer(self, stream: Stream, messages: _Messages, event: Event, started_ns: int) -> tuple[bytes, bool]:
         """The reply to one message, and whether it is the last one of the stream."""
         action = stream.receive(event, started_ns)
         if isinstance(action, Count):
-            action = await self._count(stream, action)
+            action = await self._count(stream, messages, action)
         match action:
             case Continue():
                 return wire.CONTINUE, False
@@ -142,7 +182,7 @@ class Servicer:
             case Count() | Tokenize() | Done():
                 raise AssertionError(f"{action} is no reply")
 
-    async def _count(self, stream: Stream, action: Count) -> Action:
+    async def _count(self, stream: Stream, messages: _Messages, action: Count) -> Action:
         """Count the body, unless its size alone leads to a refusal."""
         event: Event
         try:
@@ -152,7 +192,10 @@ class Servicer:
                 foreseen = stream.receive(Bounded(*bounds), time.monotonic_ns())
                 if isinstance(foreseen, Refuse):
                     return foreseen
-            event = await self._counter.count(draft)
+            if self._counter.is_quick(draft):
+                event = self._counter.count_now(draft)
+            else:
+                event = await messages.during(self._counter.count(draft))
         except Fault as fault:
             if fault.reason is Reason.TOKENIZER_UNAVAILABLE:
                 self._metrics.fault()
