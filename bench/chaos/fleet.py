@@ -6,6 +6,8 @@ Each can be killed and started again on the same port. `episodes` tells what was
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import http.client
 import json
 import os
 import shutil
@@ -28,29 +30,36 @@ from extproc.core.policy import Policy
 from extproc.demo.engine_process import EngineProcess, start_engines
 from extproc.demo.envoy_process import EnvoyProcess
 from extproc.envoy_config import Addresses, bootstrap
+from extproc.envoy_config.clusters import HTTP_OPTIONS, TOKENLANE_CLUSTER
 from extproc.settings import PolicySection, freeze
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENIZER_DIR = ROOT / "extproc" / "demo" / "qwen3"
 
 CONTEXT_TOKENS_MAX = 32_768
-RESPONSE_S_MAX = 8
-"""Short, so that what a missed end leaves behind is gone soon."""
+RESPONSE_S_MAX = 45
+"""Short, so that what a missed end leaves behind is gone soon, and long enough to outlast a restart of the service."""
 
 GROSS_TOKENS = {"chat": 3600, "docs": 36_000}
 RATES = {
-    "chat": {"prefill_tokens_per_s": 20_000, "decode_tokens_per_s": 400},
-    "docs": {"prefill_tokens_per_s": 40_000, "decode_tokens_per_s": 400},
+    "chat": {"prefill_tokens_per_s": 20_000, "decode_tokens_per_s": 200},
+    "docs": {"prefill_tokens_per_s": 40_000, "decode_tokens_per_s": 200},
 }
 DRAIN_GRACE_S = 1.5
+OUTLAST_S = 1.0
+"""How long what ran before a restart of the service still runs after it, beside what is admitted then."""
+
 PROBE_INTERVAL_S = 0.1
 ENVOY_WORKERS = 2
+KEEPALIVE_S = 1
+"""Far below Envoy's own, so that a service that stands still loses its connections within a fault."""
+
 
 START_S_MAX = 60.0
 STOP_S_MAX = 10.0
 POLL_S = 0.02
 
-PORTS_FROM, PORTS_TO = 15_000, 32_000
+PORTS_FROM, PORTS_TO, PORTS_STEP, PORTS_RUNS = 15_000, 32_000, 30, 500
 """Below the ports that the system gives to outgoing connections: one of those could take the port of a dead server."""
 
 
@@ -88,13 +97,7 @@ class Fleet:
         self.policy = self._write_policy()
         self.rules = Rules({e.address: name for name, e in self.engines.items()}, RESPONSE_S_MAX)
         # Here, because the first one imports for a second, which no restart should take.
-        self._configs = [
-            bootstrap(
-                self.policy,
-                Addresses(f"127.0.0.1:{listen}", f"127.0.0.1:{admin}", f"127.0.0.1:{self._service_port}"),
-            )
-            for listen, admin in self._envoy_ports
-        ]
+        self._configs = [self._envoy_config(listen, admin) for listen, admin in self._envoy_ports]
         self._service: subprocess.Popen[bytes] | None = None
         self._envoys: list[EnvoyProcess] = []
         self._slot = 0
@@ -157,7 +160,11 @@ class Fleet:
                 await self._lever(target, down_s, "hold", True, False)
             case FaultKind.SERVICE_KILL | FaultKind.SERVICE_TERM:
                 number = signal.SIGKILL if fault.kind is FaultKind.SERVICE_KILL else signal.SIGTERM
+                # Whatever a restart takes here, the engines are still full after it.
+                await asyncio.to_thread(self._hold_engines, held=True)
                 await self._cycle(lambda: self._end_service(number), down_s, self._start_service)
+                await asyncio.sleep(OUTLAST_S)
+                await asyncio.to_thread(self._hold_engines, held=False)
             case FaultKind.SERVICE_FREEZE:
                 await self._cycle(
                     lambda: self._signal_service(signal.SIGSTOP), down_s, lambda: self._signal_service(signal.SIGCONT)
@@ -181,6 +188,11 @@ class Fleet:
         await asyncio.to_thread(engine.control, **{lever: pulled})
         await asyncio.sleep(down_s)
         await asyncio.to_thread(engine.control, **{lever: back})
+
+    def _hold_engines(self, *, held: bool) -> None:
+        for engine in self.engines.values():
+            with contextlib.suppress(OSError, http.client.HTTPException):  # it may be down just now
+                engine.control(hold=held)
 
     def ledger(self) -> dict[str, Any]:
         """The service's /debug/ledger."""
@@ -238,6 +250,15 @@ class Fleet:
         # JSON is YAML too.
         (self.directory / "policy.yaml").write_text(json.dumps(document))
         return freeze(PolicySection.model_validate(document), self.directory)
+
+    def _envoy_config(self, listen: int, admin: int) -> dict[str, Any]:
+        addresses = Addresses(f"127.0.0.1:{listen}", f"127.0.0.1:{admin}", f"127.0.0.1:{self._service_port}")
+        config = bootstrap(self.policy, addresses)
+        (service,) = (c for c in config["static_resources"]["clusters"] if c["name"] == TOKENLANE_CLUSTER)
+        options = service["typed_extension_protocol_options"][HTTP_OPTIONS]
+        keepalive = options["explicit_http_config"]["http2_protocol_options"]["connection_keepalive"]
+        keepalive.update(interval=f"{KEEPALIVE_S}s", timeout=f"{KEEPALIVE_S}s")
+        return config
 
     def _launch_service(self) -> None:
         command = [
@@ -313,7 +334,8 @@ class Fleet:
 def _ports(count: int) -> list[int]:
     """Free loopback ports."""
     found: list[int] = []
-    for port in range(PORTS_FROM + os.getpid() % 10_000, PORTS_TO):
+    # Apart from those of other runs, which would take the port of a server of this one while it is down.
+    for port in range(PORTS_FROM + PORTS_STEP * (os.getpid() % PORTS_RUNS), PORTS_TO):
         with socket.socket() as sock:
             try:
                 sock.bind(("127.0.0.1", port))

@@ -125,6 +125,7 @@ DOWN_MS: Mapping[FaultKind, tuple[int, int]] = MappingProxyType(
     {
         **dict.fromkeys(ENGINE_FAULTS, (200, 2500)),
         **dict.fromkeys(SERVICE_FAULTS, (0, 1500)),
+        FaultKind.SERVICE_FREEZE: (200, 4000),  # Envoy gives the connection up after two seconds of it
         **dict.fromkeys(ENVOY_FAULTS, (0, 1000)),
     }
 )

@@ -367,6 +367,16 @@ class _Apart:
             while (await asyncio.to_thread(self.engine.state))["running"] == 0:  # noqa: ASYNC110 (another process)
                 await asyncio.sleep(0.005)
 
+    async def until_logged(self) -> None:
+        """Wait until the service has an entry of Envoy's access log."""
+        line = 'tokenlane_responses_total{end="complete",lane="interactive"} 1.0'
+        async with asyncio.timeout(10):
+            while True:
+                async with self.client.get(f"{self.admin}/metrics") as response:
+                    if line in await response.text():
+                        return
+                await asyncio.sleep(0.01)
+
     async def until_ready(self) -> None:
         """Wait until the service says so."""
         async with asyncio.timeout(READY_S_MAX):
@@ -444,3 +454,34 @@ async def test_silent_service(tmp_path: Path) -> None:
     assert "1 open" in held
     assert (200, "") == whole == next_one
     assert 2 == state["requests_total"]
+
+
+async def test_cut_connection(tmp_path: Path) -> None:
+    """A connection that Envoy gave up leaves its responses running, so their tokens stay held until they end."""
+    async with _apart(tmp_path, ping_s=0.3) as chain:
+        process = chain.service._process
+        assert process is not None
+        # The first entry of Envoy's log tells the service that it may wait for others.
+        assert await chain.ask() == (200, "")
+        await chain.until_logged()
+        await asyncio.to_thread(chain.engine.control, hold=True)
+        running = asyncio.create_task(chain.ask(content="before"))
+        await chain.until_running()
+        os.kill(process.pid, signal.SIGSTOP)
+        try:
+            refused = await chain.ask(content="meanwhile")
+        finally:
+            os.kill(process.pid, signal.SIGCONT)
+        # The next one is decided on a new connection, so the end of the old one has been seen.
+        async with asyncio.timeout(10):
+            while await chain.ask(max_tokens=-1) == UNDECIDED:
+                pass
+        await asyncio.sleep(0.5)
+        held = (await chain.ledger())["summary"]
+        await asyncio.to_thread(chain.engine.control, hold=False)
+        whole = await running
+        await chain.until_idle()
+
+    assert UNDECIDED == refused
+    assert "1 open" in held
+    assert (200, "") == whole
