@@ -119,7 +119,7 @@ class Recorder:
             elif isinstance(event, h11.Data):
                 body += event.data
             elif isinstance(event, h11.EndOfMessage) and request is not None:
-                headers = tuple((name.decode(), value.decode()) for name, value in request.headers)
+                headers = tuple((name.decode(), value.decode(errors="replace")) for name, value in request.headers)
                 seen = Seen(False, request.method.decode(), request.target.decode(), headers, bytes(body))
                 self._keep(seen)
                 writer.write(connection.send(h11.Response(status_code=200, headers=self._answer_headers(seen))) or b"")
