@@ -47,8 +47,8 @@ class Desk:
     def __init__(self, policy: Policy, instance: str) -> None:
         self.policy = policy
         self.ledger = Ledger(policy.replicas())
-        self.orphans: dict[str, int] = {}
-        """Tickets of open reservations that no stream of this process watches, and when each was last heard of."""
+        self.orphans: set[str] = set()
+        """Tickets of open reservations that no stream of this process watches."""
         self.draining = False
         self.streams = 0
         self.intake_bytes = 0
@@ -185,7 +185,7 @@ class Desk:
 
     def end(self, ticket: str, ending: Ending) -> Reservation | None:
         """End a reservation; None when it had ended before, by expiry or by the access log."""
-        self.orphans.pop(ticket, None)
+        self.orphans.discard(ticket)
         return self.ledger.end(ticket, ending) if ticket in self.ledger.open else None
 
     def expire(self, now_ns: int) -> list[Reservation]:
@@ -195,29 +195,18 @@ class Desk:
             self.end(reservation.ticket, Ending.EXPIRED)
         return overdue
 
-    def adopt(self, reservations: Iterable[Reservation], now_ns: int) -> list[Reservation]:
+    def adopt(self, reservations: Iterable[Reservation]) -> list[Reservation]:
         """Take over what a lost process admitted, as orphans; what ran on a replica that is gone is left out."""
         adopted = [reservation for reservation in reservations if reservation.replica in self.ledger.accounts]
         for reservation in adopted:
             self.ledger.adopt(reservation)
-            self.orphans[reservation.ticket] = now_ns
+            self.orphans.add(reservation.ticket)
         return adopted
 
-    def abandon(self, ticket: str, now_ns: int) -> None:
+    def abandon(self, ticket: str) -> None:
         """The stream that watched a reservation is gone, but its response may still run."""
         if ticket in self.ledger.open:
-            self.orphans[ticket] = now_ns
-
-    def heard(self, ticket: str, now_ns: int) -> None:
-        """A response is known to run; that matters for an orphan only."""
-        if ticket in self.orphans:
-            self.orphans[ticket] = now_ns
-
-    def settle_silent(self, since_ns: int) -> list[Reservation]:
-        """End the orphans that were not heard of since a moment after which each running response was."""
-        silent = [ticket for ticket, heard_ns in self.orphans.items() if heard_ns < since_ns]
-        ended = (self.end(ticket, Ending.SETTLED) for ticket in silent)
-        return [reservation for reservation in ended if reservation is not None]
+            self.orphans.add(ticket)
 
     def served(self, ticket: str, address: str) -> Reservation | None:
         """Follow a request to the replica at `address` that serves it; the reservation, if that moved it.

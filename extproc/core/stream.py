@@ -261,7 +261,7 @@ class Stream:
             case Ended():
                 return self._ended(), State.ENDED
             case _:
-                return self._detached(now_ns), State.ENDED
+                return self._detached(), State.ENDED
 
     def _head(self, head: RequestHead) -> tuple[Action, State]:
         self.head = head
@@ -307,11 +307,11 @@ class Stream:
         reservation = self._desk.end(self.admit.reservation.ticket, ending)
         return Done(None if reservation is None else ending)
 
-    def _detached(self, now_ns: int) -> Done:
+    def _detached(self) -> Done:
         if self.admit is None or self.state is not State.RUNNING:
             return self._ended()
         self._leave()
-        self._desk.abandon(self.admit.reservation.ticket, now_ns)
+        self._desk.abandon(self.admit.reservation.ticket)
         return Done()
 
     def _leave(self) -> None:

@@ -5,16 +5,12 @@ running response (Envoy flushes those periodically) moves the reservation when a
 reserved one. An entry of an ended response also ends the reservation where the stream has not: that of an orphan, for
 which nobody else would before it expires, or of a stream whose end the entry overtook.
 
-Entries get lost with a connection or with Envoy itself. But a running response is heard of every few seconds, so an
-orphan that stays silent for long while Envoy does log is over too.
-
 One stream a worker of Envoy, so entries of all its requests come to one server, whichever server admitted them. What
 an entry holds is another program's: one that cannot be used is counted, and the stream goes on.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -36,12 +32,6 @@ SERVICE = "envoy.service.accesslog.v3.AccessLogService"
 _log = structlog.get_logger()
 
 
-SILENCE_NS = 20 * NS_PER_S
-"""Four times the interval in which Envoy logs what runs: a slow worker or a reconnection takes one or two of them."""
-
-PAUSE_NS_MAX = SILENCE_NS // 4
-"""This process stood still for longer: what Envoy said meanwhile is not read yet, so nothing was silent."""
-
 _LANES = {lane.value: lane for lane in (Lane.INTERACTIVE, Lane.BULK)}
 
 
@@ -54,10 +44,6 @@ class AccessLog:
 
     def __init__(self, desk: Desk, book: Book, metrics: Metrics) -> None:
         self.reached = False
-        self._connected = 0
-        self._since_ns = 0
-        self._checked_ns = 0
-        self._logs_running = False
         self._desk = desk
         self._book = book
         self._metrics = metrics
@@ -67,30 +53,12 @@ class AccessLog:
     ) -> pb.StreamAccessLogsResponse:
         """One stream of entries, for as long as Envoy keeps it."""
         self.reached = True
-        if self._connected == 0:
-            self._since_ns = time.monotonic_ns()
-        self._connected += 1
-        try:
-            async for message in requests:
-                now_ns = time.monotonic_ns()
-                for entry in message.http_logs.log_entry:
-                    self._take(entry, now_ns)
-        finally:
-            self._connected -= 1
+        async for message in requests:
+            for entry in message.http_logs.log_entry:
+                self._take(entry)
         return pb.StreamAccessLogsResponse()
 
-    def settle_silent(self, now_ns: int) -> None:
-        """End the orphans that Envoy would have logged by now if they still ran. Call it every second."""
-        if now_ns - self._checked_ns > PAUSE_NS_MAX:
-            self._since_ns = now_ns
-        self._checked_ns = now_ns
-        if self._connected == 0 or not self._logs_running or now_ns - self._since_ns < SILENCE_NS:
-            return
-        for reservation in self._desk.settle_silent(now_ns - SILENCE_NS):
-            self._book.ended(reservation.ticket, Ending.SETTLED)
-            _log.warning("orphan_silent", ticket=reservation.ticket, replica=reservation.replica)
-
-    def _take(self, entry: data.HTTPAccessLogEntry, now_ns: int) -> None:
+    def _take(self, entry: data.HTTPAccessLogEntry) -> None:
         common = entry.common_properties
         fields = common.metadata.filter_metadata[names.METADATA_NAMESPACE].fields
         ticket = fields[names.METADATA_TICKET].string_value
@@ -101,8 +69,6 @@ class AccessLog:
         if moved is not None:
             self._book.moved(moved)
         if common.intermediate_log_entry:
-            self._logs_running = True
-            self._desk.heard(ticket, now_ns)
             return
         lane = _LANES.get(fields[names.METADATA_LANE].string_value)
         if lane is None:

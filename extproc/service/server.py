@@ -102,8 +102,7 @@ class Server:
         if self._journal is None:
             _log.warning("no_journal", consequence="a crash forgets what runs, and its tokens are handed out again")
             return
-        now_ns = time.monotonic_ns()
-        adopted = self.desk.adopt(self._journal.read(now_ns), now_ns)
+        adopted = self.desk.adopt(self._journal.read(time.monotonic_ns()))
         _log.info("adopted", reservations=len(adopted), tokens=sum(r.reserve_tokens for r in adopted))
 
     def _detaching(self) -> bool:
@@ -170,8 +169,6 @@ class Server:
             await asyncio.sleep(EXPIRY_INTERVAL_S)
             if self._journal is not None:
                 self._journal.compact(self.desk.ledger.open.values())
-            now_ns = time.monotonic_ns()
-            self._access_log.settle_silent(now_ns)
-            for reservation in self.desk.expire(now_ns):
+            for reservation in self.desk.expire(time.monotonic_ns()):
                 self._book.ended(reservation.ticket, Ending.EXPIRED)
                 _log.warning("expired", ticket=reservation.ticket, replica=reservation.replica)

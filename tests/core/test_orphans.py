@@ -48,13 +48,13 @@ def test_adopted_tokens_are_taken() -> None:
     desk = _desk()
     adopted = [_left("old-1"), _left("old-2", "chat-1", 86_390)]
 
-    assert adopted == desk.adopt(adopted, 0)
-    assert {"old-1": 0, "old-2": 0} == desk.orphans
+    assert adopted == desk.adopt(adopted)
+    assert {"old-1", "old-2"} == desk.orphans
     refused = desk.decide(_demand(20), 1)
     assert isinstance(refused, Reject)
     assert Reason.TOKEN_BUDGET_EXHAUSTED is refused.reason
     assert adopted[0] == desk.end("old-1", Ending.SETTLED)
-    assert {"old-2": 0} == desk.orphans
+    assert {"old-2"} == desk.orphans
     admitted = desk.decide(_demand(20), 2)
     assert isinstance(admitted, Admit)
     assert "chat-0" == admitted.reservation.replica
@@ -64,14 +64,14 @@ def test_what_ran_on_a_replica_that_is_gone_is_not_adopted() -> None:
     """Tokens on a replica that the policy no longer has stand for nothing that could be handed out."""
     desk = _desk()
 
-    assert [] == desk.adopt([_left("old-1", "chat-9")], 0)
-    assert ({}, {}) == (desk.orphans, dict(desk.ledger.open))
+    assert [] == desk.adopt([_left("old-1", "chat-9")])
+    assert (set(), {}) == (desk.orphans, dict(desk.ledger.open))
 
 
 def test_more_than_the_budget_may_be_adopted() -> None:
     """What runs is counted even where it does not fit: the replica is below zero, and admits nothing."""
     desk = _desk()
-    desk.adopt([_left("old-1"), _left("old-2")], 0)
+    desk.adopt([_left("old-1"), _left("old-2")])
 
     assert -86_400 == desk.ledger.accounts["chat-0"].available_tokens
     admitted = desk.decide(_demand(1_000), 1)
@@ -82,13 +82,13 @@ def test_more_than_the_budget_may_be_adopted() -> None:
 def test_adopted_expire_before_what_is_admitted() -> None:
     """An orphan that nobody ends stands no longer than a response can run, counted from its admission."""
     desk = _desk()
-    desk.adopt([_left("old-1", admitted_ns=5)], 7)
+    desk.adopt([_left("old-1", admitted_ns=5)])
     desk.decide(_demand(100), 10)
     limit_ns = desk.policy.limits.response_ns_max + EXPIRY_SLACK_NS
 
     assert [] == desk.expire(limit_ns + 5)
     assert ["old-1"] == [reservation.ticket for reservation in desk.expire(limit_ns + 6)]
-    assert ({}, ["new-1"]) == (desk.orphans, list(desk.ledger.open))
+    assert (set(), ["new-1"]) == (desk.orphans, list(desk.ledger.open))
 
 
 def test_a_ticket_is_adopted_once() -> None:
@@ -144,27 +144,13 @@ def test_only_a_running_response_outlives_its_stream() -> None:
         done = _stream(desk, state).receive(Detached(), 0)
 
         assert Done(Ending.RELEASED if state is State.ADMITTED else None) == done
-        assert (0, 0, {}, {}) == (desk.streams, desk.intake_bytes, dict(desk.ledger.open), desk.orphans)
+        assert (0, 0, {}, set()) == (desk.streams, desk.intake_bytes, dict(desk.ledger.open), desk.orphans)
 
     desk = _desk()
     assert Done(None) == _stream(desk, State.RUNNING).receive(Detached(), 0)
-    assert (0, ["new-1"], {"new-1": 0}) == (desk.streams, list(desk.ledger.open), desk.orphans)
+    assert (0, ["new-1"], {"new-1"}) == (desk.streams, list(desk.ledger.open), desk.orphans)
     assert desk.end("new-1", Ending.SETTLED) is not None
-    assert ({}, 0) == (desk.orphans, desk.ledger.accounts["chat-0"].active_tokens)
-
-
-def test_silence_ends_an_orphan() -> None:
-    """Not heard of since a moment after which what runs was heard of: over; a watched reservation needs no hearing."""
-    desk = _desk()
-    watched = _stream(desk, State.RUNNING)
-    desk.adopt([_left("old-1", reserve_tokens=10), _left("old-2", reserve_tokens=10)], 5)
-    desk.heard("old-2", 6)
-    desk.heard("new-1", 6)
-
-    assert [] == desk.settle_silent(5)
-    assert ["old-1"] == [reservation.ticket for reservation in desk.settle_silent(6)]
-    assert ({"old-2": 6}, ["new-1", "old-2"]) == (desk.orphans, list(desk.ledger.open))
-    assert Done(Ending.SETTLED) == watched.receive(Ended(), 9)
+    assert (set(), 0) == (desk.orphans, desk.ledger.accounts["chat-0"].active_tokens)
 
 
 @pytest.mark.parametrize("event", [Ended(), Detached()])
@@ -175,7 +161,7 @@ def test_an_end_that_overtakes_its_stream(event: Ended | Detached) -> None:
     desk.end("new-1", Ending.SETTLED)
 
     assert Done(None) == stream.receive(event, 0)
-    assert (0, {}, {}) == (desk.streams, desk.orphans, dict(desk.ledger.open))
+    assert (0, set(), {}) == (desk.streams, desk.orphans, dict(desk.ledger.open))
 
 
 class OrphanMachine(RuleBasedStateMachine):
@@ -188,7 +174,7 @@ class OrphanMachine(RuleBasedStateMachine):
         self.streams: dict[str, Stream] = {}
         self.model = {"old-1": ("chat-0", 300, 0), "old-2": ("chat-1", 200, 0)}
         self.unwatched = {"old-1", "old-2"}
-        self.desk.adopt([_left(ticket, *fields) for ticket, fields in self.model.items()], 0)
+        self.desk.adopt([_left(ticket, *fields) for ticket, fields in self.model.items()])
 
     def _ticket(self, number: int) -> str:
         tickets = sorted(self.model)
@@ -259,7 +245,7 @@ class OrphanMachine(RuleBasedStateMachine):
         for name, account in self.desk.ledger.accounts.items():
             held = [tokens for place, tokens, _ in self.model.values() if place == name]
             assert (sum(held), len(held)) == (account.active_tokens, account.active_requests)
-        assert self.unwatched == set(self.desk.orphans)
+        assert self.unwatched == self.desk.orphans
         assert len(self.streams) == self.desk.streams
 
 

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from extproc.core import names
 from extproc.core.admission import Desk
-from extproc.core.drain import NS_PER_S
 from extproc.core.values import Admit, Demand, Ending, Lane, ResponseEnd
-from extproc.service.access_log import PAUSE_NS_MAX, SILENCE_NS, AccessLog, response_end
+from extproc.service.access_log import AccessLog, response_end
 from extproc.service.book import Book
 from extproc.service.metrics import Metrics
 from tests.policies import policy, replica
@@ -126,11 +125,11 @@ async def test_counts_ends_by_lane() -> None:
 async def test_ends_what_its_stream_has_not() -> None:
     """The end of a response ends its reservation once, watched or not; an end before it stays the only one."""
     stage = _Stage()
-    stage.desk.abandon("i-2", 0)
+    stage.desk.abandon("i-2")
     stage.desk.end("i-3", Ending.SETTLED)
     await stage.receive(_entry("i-1"), _entry("i-2"), _entry("i-3"), _entry("i-1"))
 
-    assert ({}, {}) == (dict(stage.desk.ledger.open), stage.desk.orphans)
+    assert ({}, set()) == (dict(stage.desk.ledger.open), stage.desk.orphans)
     assert 2 == stage.count("reservations_ended_total", ending="settled")
 
 
@@ -219,59 +218,6 @@ async def test_any_entry(metadata: dict[str, Any], garbage: bytes, address: str,
     assert "i-3" not in stage.desk.ledger.open
     ended = sum(stage.count("reservations_ended_total", ending=ending) for ending in Ending)
     assert 3 == ended + len(stage.desk.ledger.open)
-
-
-async def test_silence() -> None:
-    """An orphan that Envoy does not log for the time of several entries is over; one that it logs stays."""
-    stage = _Stage()
-    log = stage.log
-    now_ns = 0
-
-    async def watch() -> AsyncIterator[pb.StreamAccessLogsMessage]:
-        nonlocal now_ns
-        async for message in _messages(_entry("i-1", running=True)):
-            yield message
-        start_ns = next(iter(stage.desk.orphans.values()))
-        for step in range(SILENCE_NS // NS_PER_S + 2):
-            now_ns = start_ns + step * NS_PER_S
-            stage.desk.heard("i-1", now_ns)
-            log.settle_silent(now_ns)
-            yield pb.StreamAccessLogsMessage()
-
-    for ticket in ("i-1", "i-2"):
-        stage.desk.abandon(ticket, 0)
-    await log.stream(watch(), None)
-
-    assert {"i-1": now_ns} == stage.desk.orphans
-    assert ["i-1", "i-3"] == list(stage.desk.ledger.open)
-    assert 1 == stage.count("reservations_ended_total", ending="settled")
-
-
-@pytest.mark.parametrize(
-    ("connected", "running", "step_ns"),
-    [(False, True, NS_PER_S), (True, False, NS_PER_S), (True, True, PAUSE_NS_MAX + 1)],
-    ids=["no access log", "running ones are not logged", "this process stands still"],
-)
-async def test_silence_that_says_nothing(connected: bool, running: bool, step_ns: int) -> None:
-    """Without a connection, without entries of what runs, or while nobody listens, silence is no end."""
-    stage = _Stage()
-    stage.desk.abandon("i-2", 0)
-
-    async def watch() -> AsyncIterator[pb.StreamAccessLogsMessage]:
-        async for message in _messages(_entry("i-1", running=running)):
-            yield message
-        if connected:
-            _pass_time(stage.log, step_ns)
-
-    await stage.log.stream(watch(), None)
-    _pass_time(stage.log, step_ns)
-
-    assert {"i-2": 0} == stage.desk.orphans
-
-
-def _pass_time(log: AccessLog, step_ns: int) -> None:
-    for step in range(4 * SILENCE_NS // step_ns):
-        log.settle_silent(10**18 + step * step_ns)
 
 
 def test_lanes_of_the_contract() -> None:
