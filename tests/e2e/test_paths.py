@@ -179,7 +179,7 @@ METHODS = ("GET", "HEAD", "OPTIONS", "TRACE", "PUT", "DELETE", "PATCH")
 
 CASES = [
     *[admitted(path, request(path)) for path in CANONICAL],
-    *[admitted(query, request(CHAT + query), CHAT + query) for query in ("?", "?x=1", "?/../x", "?a=%2F%00//;#"[:10])],
+    *[admitted(query, request(CHAT + query), CHAT + query) for query in ("?", "?x=1", "?/../x", "?a=%2F//;b")],
     *[unknown(path, request(path)) for path in OTHER_PATHS],
     *[bad(path, request(path)) for path in UNREADABLE_PATHS],
     bad("endless query", request(CHAT + "?" + "q" * 70_000), 431),
