@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from extproc.core.admission import Desk
 from extproc.core.values import Admit, Demand, Ending, Lane, ResponseEnd
 from extproc.service.access_log import AccessLog, response_end
 from extproc.service.book import Book
+from extproc.service.journal import Journal
 from extproc.service.metrics import Metrics
 from tests.policies import policy, replica
 
@@ -25,7 +27,7 @@ RESERVED, OTHER = "127.0.0.1:9101", "127.0.0.1:9102"
 class _Stage:
     """A desk with three admitted requests, and an access log over it."""
 
-    def __init__(self) -> None:
+    def __init__(self, journal: Journal | None = None) -> None:
         self.desk = Desk(policy(chat={"chat-0": replica(9101), "chat-1": replica(9102, gross_tokens=50_000)}), "i")
         self.desk.set_ready("chat-0", ready=True)
         self.desk.set_ready("chat-1", ready=True)
@@ -34,7 +36,7 @@ class _Stage:
             verdict = self.desk.decide(Demand("m", (90,), 10, 10, 1), 0)
             assert isinstance(verdict, Admit)
             assert RESERVED == verdict.address
-        self.log = AccessLog(self.desk, Book(self.metrics, None), self.metrics)
+        self.log = AccessLog(self.desk, Book(self.metrics, journal), self.metrics)
 
     def count(self, name: str, **labels: str) -> int:
         return int(self.metrics.registry.get_sample_value(f"tokenlane_{name}", labels) or 0)
@@ -143,6 +145,22 @@ async def test_follows_what_runs() -> None:
     await stage.receive(_entry(served=OTHER))
     assert 1 == stage.count("replica_mismatches_total")
     assert [200, 0, 0] == [account.active_tokens for account in stage.desk.ledger.accounts.values()]
+
+
+async def test_the_journal_follows_too(tmp_path: Path) -> None:
+    """After a crash a moved reservation is found where it runs, and an ended one is not."""
+    journal = Journal(tmp_path / "j", lambda: None)
+    journal.read(0)
+    stage = _Stage(journal)
+    for reservation in stage.desk.ledger.open.values():
+        journal.made(reservation)
+    await stage.receive(_entry("i-1", served=OTHER, running=True), _entry("i-2"))
+    journal.close()
+    journal = Journal(tmp_path / "j", lambda: None)
+    found = {reservation.ticket: reservation.replica for reservation in journal.read(0)}
+    journal.close()
+
+    assert {"i-1": "chat-1", "i-3": "chat-0"} == found
 
 
 async def test_served_by_nobody_is_no_mismatch() -> None:
