@@ -35,7 +35,7 @@ async def chain(engine: Scripted) -> AsyncIterator[Mesh]:
         "chat": {"chat-0": replica},
         "docs": {"docs-0": {"address": "127.0.0.1:1"}},
     }
-    async with mesh(pools={"chat": {"chat-0": replica}, **unused}) as running:
+    async with mesh(pools=pools) as running:
         yield running
 
 
