@@ -33,7 +33,7 @@ typecheck: $(READY) ## Check types
 bench: $(READY) ## Measure what admission costs a request
 	@$(BIN)/python -m bench.latency $(ARGS)
 
-soak: $(READY) ## Run under load for minutes and watch memory, reservations and latency
+soak: $(READY) ## Break engines, Envoy and Tokenlane under load for minutes, and judge it from outside
 	@$(BIN)/python -m bench.soak $(ARGS)
 
 # Pins stay as they are where they can; `make lock ARGS=--upgrade` moves them all.
