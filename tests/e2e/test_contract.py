@@ -197,7 +197,7 @@ async def _counting(chain: Mesh) -> AsyncIterator[None]:
         await ended.wait()
         return await count(draft)
 
-    with patch.object(counter, "count", slow_count):
+    with patch.object(counter, "count", slow_count), patch.object(counter, "is_quick", return_value=False):
         task = asyncio.create_task(post(ids(55_000), COMPLETIONS)(chain))
         await _until(lambda: chain.desk.intake_bytes > 0)
     try:
