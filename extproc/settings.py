@@ -38,19 +38,22 @@ class PolicyError(ValueError):
         self.problems = problems
 
 
-def _socket_address(text: str) -> str:
+def socket_address(text: str) -> str:
     """`IP:port`, with brackets around an IPv6 address.
 
     Envoy's `override_host` compares the destination header with resolved addresses, so a name cannot work.
     """
     host, _, port = text.rpartition(":")
-    ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
+    try:
+        ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        raise ValueError(f"{text} is not IP:port; names are not resolved") from None
     if not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
         raise ValueError("the port must be a number from 1 to 65535")
     return text
 
 
-SocketAddress = Annotated[str, AfterValidator(_socket_address)]
+SocketAddress = Annotated[str, AfterValidator(socket_address)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,127}$")]
 Label = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")]
 Seconds = Annotated[Decimal, Field(gt=0, le=86_400)]
@@ -184,8 +187,10 @@ def load_policy(path: Path) -> core.Policy:
     """The policy in the YAML file at `path`; PolicyError names everything that is wrong with it."""
     try:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise PolicyError(path, [" ".join(str(error).split())]) from error
+    except OSError as error:
+        raise PolicyError(path, [error.strerror or str(error)]) from error
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise PolicyError(path, [" ".join(str(error).split()).removesuffix(" ^")]) from error
     try:
         section = PolicySection.model_validate(document)
     except ValidationError as error:
@@ -278,5 +283,11 @@ def _ns(seconds: Decimal) -> int:
     return int(seconds * NS_PER_S)
 
 
+_PLAIN = {"Extra inputs are not permitted": "unknown key", "Field required": "missing"}
+
+
 def _sentence(location: tuple[int | str, ...], message: str) -> str:
-    return f"{'.'.join(map(str, location)) or 'the file'}: {message}"
+    if message.startswith("Input should be a valid dictionary"):
+        message = "must be a mapping of keys to values"
+    plain = _PLAIN.get(message, message.removeprefix("Value error, "))
+    return f"{'.'.join(map(str, location)) or 'the file'}: {plain}"

@@ -40,7 +40,7 @@ class LazyGroup(click.Group):
         return command
 
 
-@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "auto_envvar_prefix": "TOKENLANE"})
 @click.version_option(__version__, prog_name="tokenlane")
 def main() -> None:
     """Token-exact admission control for LLM fleets, in front of Envoy."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
+import socket
 from pathlib import Path
 
 import click
@@ -12,16 +14,65 @@ import uvloop
 from extproc.counting import TokenizerError
 from extproc.service import logs
 from extproc.service.server import Options, Server
-from extproc.settings import PolicyError, load_policy
+from extproc.settings import PolicyError, load_policy, socket_address
+
+UNIX_PREFIX = "unix:"
+
+
+def _address(_context: click.Context, _option: click.Parameter, value: str) -> str:
+    """IP:port that can be listened on now; said before tokenizers load, which takes seconds."""
+    try:
+        host, _, port = socket_address(value).rpartition(":")
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from error
+    family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
+    with contextlib.closing(socket.socket(family)) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host.strip("[]"), int(port)))
+        except OSError as error:
+            raise click.BadParameter(f"cannot listen on {value}: {error.strerror}") from error
+    return value
+
+
+def _listen(context: click.Context, option: click.Parameter, values: tuple[str, ...]) -> tuple[str, ...]:
+    for value in values:
+        if not value.startswith(UNIX_PREFIX):
+            _address(context, option, value)
+        elif not Path(value.removeprefix(UNIX_PREFIX)).parent.is_dir():
+            raise click.BadParameter(f"cannot listen on {value}: its directory does not exist")
+    return values
+
+
+_SECONDS = click.FloatRange(min=0)
 
 
 @click.command()
 @click.argument("policy", type=click.Path(path_type=Path, dir_okay=False), envvar="TOKENLANE_POLICY")
-@click.option("--listen", multiple=True, default=["127.0.0.1:9002"], show_default=True, help="IP:port or unix:/path.")
-@click.option("--admin", default="127.0.0.1:9003", show_default=True, help="IP:port of the admin server.")
-@click.option("--drain-delay-s", default=0.0, show_default=True, help="Keep accepting after SIGTERM for this long.")
-@click.option("--drain-grace-s", default=30.0, show_default=True, help="Let what runs finish for this long.")
-@click.option("--tokenizer-threads", default=2, show_default=True, help="Threads that count tokens.")
+@click.option(
+    "--listen",
+    multiple=True,
+    default=["127.0.0.1:9002"],
+    show_default=True,
+    callback=_listen,
+    help="IP:port or unix:/path.",
+)
+@click.option(
+    "--admin", default="127.0.0.1:9003", show_default=True, callback=_address, help="IP:port of the admin server."
+)
+@click.option(
+    "--drain-delay-s", default=0.0, type=_SECONDS, show_default=True, help="Keep accepting after SIGTERM for this long."
+)
+@click.option(
+    "--drain-grace-s", default=30.0, type=_SECONDS, show_default=True, help="Let what runs finish for this long."
+)
+@click.option(
+    "--tokenizer-threads",
+    default=2,
+    type=click.IntRange(1, 64),
+    show_default=True,
+    help="Threads that count large texts.",
+)
 @click.option(
     "--journal",
     type=click.Path(path_type=Path, dir_okay=False),

@@ -109,14 +109,12 @@ class Desk:
 
     def fault(self, fault: Fault) -> Reject:
         """Verdict on a request that counting found at fault."""
-        overflow = fault.reason is Reason.CONTEXT_LIMIT
+        details, lane = fault.details, None
+        if fault.reason is Reason.CONTEXT_LIMIT:
+            limits = {} if fault.model is None else accepted(self.policy.models[fault.model])
+            details, lane = {**limits, **details, "advice": OVERFLOW_ADVICE}, Lane.OVERFLOW
         return Reject(
-            fault.reason,
-            fault.message,
-            param=fault.param,
-            lane=Lane.OVERFLOW if overflow else None,
-            details={**fault.details, "advice": OVERFLOW_ADVICE} if overflow else fault.details,
-            retry_ns=INTAKE_RETRY_NS,
+            fault.reason, fault.message, param=fault.param, lane=lane, details=details, retry_ns=INTAKE_RETRY_NS
         )
 
     def decide(self, demand: Demand, now_ns: int) -> Admit | Reject:

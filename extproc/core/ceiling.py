@@ -26,7 +26,7 @@ class Ceiling:
     """What bounds the output of one sequence before the prompt is known, in tokens.
 
     `asked_tokens` is the client's; where it is None `default_tokens` holds, and None there means all the context
-    that the prompt leaves. `field` names the body field for messages.
+    that the prompt leaves. `field` names the body field for messages, `model` the policy's model.
     """
 
     field: str
@@ -34,6 +34,7 @@ class Ceiling:
     default_tokens: int | None
     context_tokens_max: int
     over_context: OverContext
+    model: str | None = None
 
     def check(self) -> None:
         """Raise Fault for a ceiling that no prompt could make right."""
@@ -75,6 +76,7 @@ class Ceiling:
                 "max_output_tokens": self.asked_tokens,
                 "context_tokens_max": limit,
             },
+            model=self.model,
         )
 
 

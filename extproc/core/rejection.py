@@ -81,7 +81,8 @@ class Answer:
 def answer(reject: Reject, *, policy_version: str, request_id: str, jitter_ppm: int) -> Answer:
     """The HTTP answer to a refused request. `request_id` is a client's text: it only enters the JSON, escaped."""
     rule = RULES[reject.reason]
-    details: dict[str, Detail] = {"error_code": reject.reason.value, **_counts(reject.demand), **reject.details}
+    known = {name: value for name, value in reject.details.items() if value is not None}
+    details: dict[str, Detail] = {"error_code": reject.reason.value, **_counts(reject.demand), **known}
     headers = [
         ("content-type", "application/json"),
         ("x-llm-reason", reject.reason.value),

@@ -69,7 +69,8 @@ Detail = int | str | bool | None
 class Fault(Exception):  # noqa: N818 (a value of the domain that travels as an exception)
     """What is wrong with a request itself: raised by counting, answered by the desk.
 
-    `message` is for the client and never holds prompt text. `param` names the field at fault.
+    `message` is for the client and never holds prompt text. `param` names the field at fault. `model` is the model it
+    was meant for, once that is known.
     """
 
     def __init__(
@@ -79,12 +80,14 @@ class Fault(Exception):  # noqa: N818 (a value of the domain that travels as an 
         *,
         param: str | None = None,
         details: Mapping[str, Detail] | None = None,
+        model: str | None = None,
     ) -> None:
         super().__init__(message)
         self.reason = reason
         self.message = message
         self.param = param
         self.details: Mapping[str, Detail] = details or {}
+        self.model = model
 
 
 @dataclass(frozen=True, slots=True)

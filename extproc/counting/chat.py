@@ -79,7 +79,8 @@ def _part(part: object, role: str) -> dict[str, Any] | None:
         part = {"type": "text", "text": part}
     if not isinstance(part, dict):
         raise malformed("each content part must be a string or an object", "messages.content")
-    kind = part.get("type")
+    # The engine infers the type of a part that holds nothing but text.
+    kind = part.get("type", "text" if part.keys() == {"text"} else None)
     if kind == "tool_reference":
         return {"type": kind, "name": as_str("messages.content.name", part.get("name"))}
     key = _TEXT_OF_PART.get(kind) if isinstance(kind, str) else None

@@ -128,6 +128,7 @@ class Counter:
             default_tokens,
             model.context_tokens_max,
             model.over_context,
+            model.name,
         )
         ceiling.check()
         kept_tokens = _kept_tokens(asked, model)

@@ -453,30 +453,49 @@ async def serve(engine_of: Callable[[], Engine], host: str, port: int, *, until_
 
 def main(arguments: list[str] | None = None) -> None:
     """Run one engine; the options are described by --help."""
-    options = _parser().parse_args(arguments)
-    host, _, port = options.listen.rpartition(":")
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        _run(options)
+    except OSError as error:
+        parser.error(str(error))
+
+
+def _run(options: argparse.Namespace) -> None:
+    host, port = options.listen
     models = tuple(options.model or ["qwen3"])
     count: PromptCounter = estimate_prompts_tokens
     if options.tokenizer_dir is not None:
         # Here, because an engine that estimates should start without a tokenizer library.
+        from extproc.counting import TokenizerError  # noqa: PLC0415
         from extproc.demo.engine_tokens import exact_counter  # noqa: PLC0415
 
-        count = exact_counter(options.tokenizer_dir, models, options.context_tokens_max)
+        try:
+            count = exact_counter(options.tokenizer_dir, models, options.context_tokens_max)
+        except TokenizerError as error:
+            raise SystemExit(f"error: {error}") from error
     reader = RequestReader(models, options.context_tokens_max, count)
     model = SimpleModel(options.prefill_tokens_per_s, options.decode_tokens_per_s, options.chunk_tokens)
     uvloop.run(
         serve(
             lambda: Engine(options.name, reader, model, requests_max=options.requests_max),
-            host.strip("[]"),
-            int(port),
+            host,
+            port,
             until_eof=options.until_eof,
         )
     )
 
 
+def _listen(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise argparse.ArgumentTypeError(f"{text} is not IP:port")
+    return host.strip("[]"), int(port)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="extproc.demo.engine", description="A simulated inference engine.")
-    parser.add_argument("--listen", required=True, metavar="IP:PORT", help="port 0 picks a free one")
+    parser.add_argument("--listen", required=True, type=_listen, metavar="IP:PORT", help="port 0 picks a free one")
     parser.add_argument("--name", required=True, help="sent as x-engine-name")
     parser.add_argument("--model", action="append", metavar="NAME", help="served model, may repeat (qwen3)")
     parser.add_argument("--tokenizer-dir", type=Path, metavar="DIR", help="count prompts exactly; else bytes / 4")

@@ -160,8 +160,8 @@ def _commands(stack: Stack) -> tuple[tuple[str, ...], ...]:
         (
             "fill the chat lane, be refused, and let it go",
             f"{control} '{{\"hold\": true}}'; done",
-            f"for i in 1 2 3 4 5 6; do {post} -d @fill.json -so $i.txt & done",
-            f"{post} -d @chat.json",
+            f"for i in 1 2 3 4 5 6; do {post} -d @fill.json -so $i.txt & done; sleep 1",
+            f"{post} -m 5 -d @chat.json",
             f"{control} '{{\"hold\": false}}'; done",
         ),
         ("what is reserved where", f"curl {stack.admin_url}/debug/ledger"),

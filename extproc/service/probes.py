@@ -24,15 +24,16 @@ class Prober:
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
         self._tasks: list[asyncio.Task[None]] = []
+        self._session: aiohttp.ClientSession | None = None
         self._first = asyncio.Event()
         self._unprobed = {replica.name for replica in desk.policy.replicas()}
 
     async def start(self) -> None:
         """Start probing; returns when every replica was probed once."""
-        self._session = aiohttp.ClientSession(headers={"user-agent": "tokenlane-probe"})
+        session = self._session = aiohttp.ClientSession(headers={"user-agent": "tokenlane-probe"})
         for pool in self._desk.policy.pools.values():
             for replica in pool.replicas:
-                self._tasks.append(asyncio.create_task(self._watch(replica, pool.probe)))
+                self._tasks.append(asyncio.create_task(self._watch(session, replica, pool.probe)))
         await self._first.wait()
 
     async def close(self) -> None:
@@ -40,27 +41,29 @@ class Prober:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._session.close()
+        if self._session is not None:
+            await self._session.close()
 
-    async def _watch(self, replica: Replica, probe: Probe) -> None:
+    async def _watch(self, session: aiohttp.ClientSession, replica: Replica, probe: Probe) -> None:
         failures = probe.failures_max
         while True:
-            failures = 0 if await self._alive(replica, probe) else failures + 1
+            failures = 0 if await _alive(session, replica, probe) else failures + 1
             self._set_ready(replica, ready=failures < probe.failures_max)
             self._unprobed.discard(replica.name)
             if not self._unprobed:
                 self._first.set()
             await asyncio.sleep(probe.interval_ns / NS_PER_S)
 
-    async def _alive(self, replica: Replica, probe: Probe) -> bool:
-        timeout = aiohttp.ClientTimeout(total=probe.timeout_ns / NS_PER_S)
-        try:
-            async with self._session.get(f"http://{replica.address}{probe.path}", timeout=timeout) as response:
-                return response.status == 200
-        except (aiohttp.ClientError, OSError, TimeoutError):
-            return False
-
     def _set_ready(self, replica: Replica, *, ready: bool) -> None:
         if self._desk.ledger.accounts[replica.name].ready is not ready:
             self._desk.set_ready(replica.name, ready=ready)
             _log.info("replica_ready" if ready else "replica_not_ready", replica=replica.name, pool=replica.pool)
+
+
+async def _alive(session: aiohttp.ClientSession, replica: Replica, probe: Probe) -> bool:
+    timeout = aiohttp.ClientTimeout(total=probe.timeout_ns / NS_PER_S)
+    try:
+        async with session.get(f"http://{replica.address}{probe.path}", timeout=timeout) as response:
+            return response.status == 200
+    except (aiohttp.ClientError, OSError, TimeoutError):
+        return False

@@ -76,6 +76,14 @@ class Server:
         self._admin = Admin(self.desk, self.metrics, self.health)
 
     async def start(self) -> None:
+        """Load, probe, listen, then be ready. What was begun is given up when that fails."""
+        try:
+            await self._start()
+        except BaseException:
+            await self._prober.close()
+            raise
+
+    async def _start(self) -> None:
         """Load, adopt, probe, listen, then be ready. Raises TokenizerError, JournalError or OSError."""
         options = self._options
         self._journal = None if options.journal is None else Journal(options.journal, self.metrics.journal_error)

@@ -19,6 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from structlog.testing import capture_logs
 
 from extproc.core.values import Lane, Reservation
+from extproc.demo.envoy_process import free_ports
 from extproc.service import journal as module
 from extproc.service.journal import Journal, JournalError
 from tests.policies import document
@@ -365,7 +366,9 @@ def _refusal(tmp_path: Path, journal: Path) -> str:
     """What `tokenlane serve` says when it does not start."""
     policy = tmp_path / "policy.yaml"
     policy.write_text(yaml.safe_dump(document()))
-    command = [sys.executable, "-m", "extproc", "serve", str(policy), f"--journal={journal}", "--listen=127.0.0.1:0"]
+    listen, admin = (f"127.0.0.1:{port}" for port in free_ports(2))
+    command = [sys.executable, "-m", "extproc", "serve", str(policy), f"--journal={journal}"]
+    command += [f"--listen={listen}", f"--admin={admin}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert 1 == done.returncode
     return done.stderr.strip()
