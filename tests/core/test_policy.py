@@ -8,7 +8,8 @@ from types import MappingProxyType
 import pytest
 
 from extproc.core import names
-from extproc.core.policy import BypassRule, Policy, Replica
+from extproc.core.ceiling import Ceiling
+from extproc.core.policy import BypassRule, OverContext, Policy, Replica
 from tests.policies import policy
 
 POLICY = policy()
@@ -50,8 +51,10 @@ def _with_replicas(*replicas: Replica) -> Policy:
         ),
         (
             _with_replicas(replace(FIRST, gross_tokens=5_119, guard_tokens=0)),
-            "model m, lane interactive: a request of 5120 tokens is within the limits but no replica of pool chat can "
-            "ever hold more than 5119",
+            (
+                "model m, lane interactive: a request of 5120 tokens is within the limits but no replica of pool chat can "
+                "ever hold more than 5119"
+            ),
         ),
     ],
 )
@@ -72,3 +75,11 @@ def test_own_headers_have_the_prefix() -> None:
     for header in (names.LANE_HEADER, names.POOL_HEADER, names.REASON_HEADER):
         assert header.startswith(names.OWN_PREFIX)
     assert not names.INTENT_HEADER.startswith(names.OWN_PREFIX)
+
+
+@pytest.mark.parametrize(("input_tokens", "expected"), [(900, True), (901, False)])
+def test_room_for_a_whole_ceiling(input_tokens: int, expected: bool) -> None:
+    """A prompt leaves room when input and ceiling together are the context or less."""
+    ceiling = Ceiling("max_tokens", 100, None, 1000, OverContext.CLAMP)
+
+    assert expected is ceiling.leaves_room(input_tokens)
