@@ -52,8 +52,8 @@ def _with_replicas(*replicas: Replica) -> Policy:
         (
             _with_replicas(replace(FIRST, gross_tokens=5_119, guard_tokens=0)),
             (
-                "model m, lane interactive: a request of 5120 tokens is within the limits but no replica of pool chat can "
-                "ever hold more than 5119"
+                "model m, lane interactive: a request of 5120 tokens is within the limits but no replica of pool chat "
+                "can ever hold more than 5119"
             ),
         ),
     ],
