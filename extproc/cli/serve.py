@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import signal
 import socket
+import sys
 from pathlib import Path
 
 import click
@@ -15,6 +16,9 @@ from extproc.counting import TokenizerError
 from extproc.service import logs
 from extproc.service.server import Options, Server
 from extproc.settings import PolicyError, load_policy, socket_address
+
+SWITCH_INTERVAL_S = 0.001
+"""How long a thread that checks a large body may keep the event loop waiting; Python's own is 5 ms."""
 
 UNIX_PREFIX = "unix:"
 
@@ -91,6 +95,7 @@ def serve(  # noqa: PLR0913, PLR0917 (one parameter an option)
 ) -> None:
     """Serve ext_proc streams under POLICY. Every option can be set as TOKENLANE_SERVE_<OPTION>."""
     logs.configure(log_level)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     host, _, port = admin.rpartition(":")
     options = Options(listen, host, int(port), drain_delay_s, drain_grace_s, tokenizer_threads, journal)
     try:

@@ -11,11 +11,13 @@ was reserved.
 from __future__ import annotations
 
 import asyncio
+import functools
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import jinja2
 
@@ -28,6 +30,12 @@ from extproc.counting.body import append_field, parse, replace_field
 from extproc.counting.fields import malformed
 from extproc.counting.template import ChatTemplate
 from extproc.counting.tokenizer import Backend, Loaded, TokenizerError, load
+
+READ_BYTES_QUICK = 16_384
+"""Larger bodies are read in a thread: 3 MB of tiny elements can take Python seconds to check and render, and a body
+of this size some milliseconds at worst."""
+
+_Result = TypeVar("_Result")
 
 _ALL_TOKENS = 2**63
 
@@ -148,15 +156,22 @@ class Counter:
             lowered=lowered or document.get("service_tier") == "flex",
         )
 
+    async def read_large(self, endpoint: Endpoint, body: bytes, *, lowered: bool = False) -> Draft:
+        """`read` in a thread: Python's own switching keeps an event loop running beside it."""
+        reading = functools.partial(self.read, endpoint, body, lowered=lowered)
+        return await self._submit(reading)
+
     async def count(self, draft: Draft) -> Counted:
         """Count exactly, off the event loop; Fault where the exact count does not fit, or nothing can count it."""
         if self.is_quick(draft):
             return self.count_now(draft)
+        return _counted(draft, await self._submit(functools.partial(self._tokenize, draft)))
+
+    def _submit(self, work: Callable[[], _Result]) -> asyncio.Future[_Result]:
         try:
-            tokens = asyncio.get_running_loop().run_in_executor(self._pool, self._tokenize, draft)
+            return asyncio.get_running_loop().run_in_executor(self._pool, work)
         except RuntimeError as error:  # the pool takes no more work
             raise _tokenizer_unavailable() from error
-        return _counted(draft, await tokens)
 
     def is_quick(self, draft: Draft) -> bool:
         """Whether counting takes no longer than an event loop can spare."""

@@ -40,6 +40,7 @@ from extproc.core.stream import (
 )
 from extproc.core.values import Admit, Fault, Reason, Reject
 from extproc.counting import Counter
+from extproc.counting.counter import READ_BYTES_QUICK
 from extproc.service import wire
 from extproc.service.book import Book
 from extproc.service.metrics import Metrics
@@ -73,7 +74,7 @@ class _Messages:
     async def during(self, work: Awaitable[_Result]) -> _Result:
         """The result of `work`; `_Gone` as soon as the stream ends before it."""
         working = asyncio.ensure_future(work)
-        self._ahead = reading = asyncio.ensure_future(self._context.read())
+        reading = self._ahead = self._ahead or asyncio.ensure_future(self._context.read())
         try:
             await asyncio.wait((working, reading), return_when=asyncio.FIRST_COMPLETED)
             if not working.done() and reading.result() is grpc.aio.EOF:
@@ -186,7 +187,11 @@ class Servicer:
         """Count the body, unless its size alone leads to a refusal."""
         event: Event
         try:
-            draft = self._counter.read(action.endpoint, action.body, lowered=action.lowered)
+            if len(action.body) <= READ_BYTES_QUICK:
+                draft = self._counter.read(action.endpoint, action.body, lowered=action.lowered)
+            else:
+                reading = self._counter.read_large(action.endpoint, action.body, lowered=action.lowered)
+                draft = await messages.during(reading)
             bounds = draft.bounds()
             if bounds is not None:
                 foreseen = stream.receive(Bounded(*bounds), time.monotonic_ns())
