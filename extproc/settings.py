@@ -38,7 +38,7 @@ class PolicyError(ValueError):
         self.problems = problems
 
 
-def socket_address(text: str) -> str:
+def socket_address(text: str, port_min: int = 1) -> str:
     """`IP:port`, with brackets around an IPv6 address.
 
     Envoy's `override_host` compares the destination header with resolved addresses, so a name cannot work.
@@ -48,8 +48,8 @@ def socket_address(text: str) -> str:
         ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
     except ValueError:
         raise ValueError(f"{text} is not IP:port; names are not resolved") from None
-    if not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
-        raise ValueError("the port must be a number from 1 to 65535")
+    if not (port.isascii() and port.isdigit() and port_min <= int(port) < 65536):
+        raise ValueError(f"the port must be a number from {port_min} to 65535")
     return text
 
 

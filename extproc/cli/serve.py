@@ -26,7 +26,7 @@ UNIX_PREFIX = "unix:"
 def _address(_context: click.Context, _option: click.Parameter, value: str) -> str:
     """IP:port that can be listened on now; said before tokenizers load, which takes seconds."""
     try:
-        host, _, port = socket_address(value).rpartition(":")
+        host, _, port = socket_address(value, port_min=0).rpartition(":")  # 0: the system picks
     except ValueError as error:
         raise click.BadParameter(str(error)) from error
     family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
