@@ -191,15 +191,16 @@ def held(engine: str, *bodies: Mapping[str, Any]) -> State:
 async def _counting(chain: Mesh) -> AsyncIterator[None]:
     """A large body is being counted, for as long as the case lasts."""
     counter = chain.server._counter
-    count, ended = counter.count, asyncio.Event()
+    count, begun, ended = counter.count, asyncio.Event(), asyncio.Event()
 
     async def slow_count(draft: Any) -> Any:
+        begun.set()
         await ended.wait()
         return await count(draft)
 
     with patch.object(counter, "count", slow_count), patch.object(counter, "is_quick", return_value=False):
         task = asyncio.create_task(post(ids(55_000), COMPLETIONS)(chain))
-        await _until(lambda: chain.desk.intake_bytes > 0)
+        await asyncio.wait_for(begun.wait(), 5)
     try:
         yield
     finally:

@@ -216,7 +216,7 @@ def test_header_comment_repeats_the_command(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("args", "message"),
-    [(["--listen", "everywhere"], "listen: everywhere is not IP:port"), ([], "version: Field required")],
+    [(["--listen", "everywhere"], "listen: everywhere is not IP:port"), ([], "version: missing")],
     ids=["address", "policy"],
 )
 def test_faults_are_sentences(tmp_path: Path, args: list[str], message: str) -> None:
