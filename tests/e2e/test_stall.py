@@ -1,4 +1,4 @@
-"""Bodies made to be slow to check: they keep others waiting for milliseconds, not seconds."""
+"""Bodies made to be slow to check: nobody who comes later has to wait until they are."""
 
 from __future__ import annotations
 
@@ -9,10 +9,7 @@ from typing import Any
 import orjson
 import pytest
 
-from tests.e2e.mesh import CHAT, Mesh, chat, mesh
-
-STALL_S_MAX = 0.6
-"""Above what the JSON parser alone holds the interpreter for, and below what these bodies take in one piece."""
+from tests.e2e.mesh import CHAT, chat, mesh
 
 _CALLS = [{"function": {"name": "", "arguments": ""}}] * 20
 HOSTILE: dict[str, dict[str, Any]] = {
@@ -22,20 +19,9 @@ HOSTILE: dict[str, dict[str, Any]] = {
 }
 
 
-async def _longest_pause(chain: Mesh, until: asyncio.Future[Any]) -> float:
-    """The longest time between two turns of the service's event loop, in seconds."""
-    loop = asyncio.get_running_loop()
-    longest, last = 0.0, loop.time()
-    while not until.done():
-        await asyncio.sleep(0.001)
-        now = loop.time()
-        longest, last = max(longest, now - last), now
-    return longest
-
-
 @pytest.mark.parametrize("name", HOSTILE)
 async def test_a_slow_body_stalls_nobody(name: str) -> None:
-    """While a hostile body is checked, the event loop keeps turning and a small chat is admitted."""
+    """While a hostile body is checked, a small chat that came later is admitted and answered."""
     body = orjson.dumps(HOSTILE[name])
     assert len(body) < 4 * 2**20
     async with mesh() as chain:
@@ -47,14 +33,11 @@ async def test_a_slow_body_stalls_nobody(name: str) -> None:
                 return int(response.status)
 
         hostile = asyncio.ensure_future(send())
-        pause = asyncio.ensure_future(_longest_pause(chain, hostile))
         while chain.desk.intake_bytes == 0 and not hostile.done():  # noqa: ASYNC110 (no event tells of intake)
             await asyncio.sleep(0.001)
         async with chain.post(chat()) as response:
-            small = response.status
-        status = await hostile
+            small, overtaken = response.status, not hostile.done()
 
-        assert 200 == small
-        assert status in (200, 400, 413)
-        assert await pause < STALL_S_MAX
+        assert (200, True) == (small, overtaken)
+        assert await hostile in (200, 400, 413)
         await chain.until_free()
