@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import threading
 from typing import Any
 
 import orjson
@@ -21,10 +22,18 @@ HOSTILE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 async def test_a_slow_body_stalls_nobody(name: str) -> None:
-    """While a hostile body is checked, a small chat that came later is admitted and answered."""
+    """A hostile body is checked beside the event loop, and a small chat that came later is answered first."""
     body = orjson.dumps(HOSTILE[name])
     assert len(body) < 4 * 2**20
+    readers: list[threading.Thread] = []
     async with mesh() as chain:
+        read = chain.server._counter.read
+
+        def watched(*arguments: Any, **options: Any) -> Any:
+            readers.append(threading.current_thread())
+            return read(*arguments, **options)
+
+        chain.server._counter.read = watched  # type: ignore[method-assign]
 
         async def send() -> int:
             headers = {"content-type": "application/json"}
@@ -39,5 +48,6 @@ async def test_a_slow_body_stalls_nobody(name: str) -> None:
             small, overtaken = response.status, not hostile.done()
 
         assert (200, True) == (small, overtaken)
+        assert [False, True] == [reader is threading.main_thread() for reader in readers]
         assert await hostile in (200, 400, 413)
         await chain.until_free()
