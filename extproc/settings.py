@@ -253,30 +253,15 @@ def _model(name: str, section: ModelSection, base: Path) -> core.Model:
         context_tokens_max=section.context_tokens_max,
         over_context=section.total_over_context,
         default_ceiling_tokens=None if section.default_ceiling == "context" else section.default_ceiling,
-        interactive=None if section.lanes.interactive is None else _interactive(section.lanes.interactive),
-        bulk=None if section.lanes.bulk is None else _bulk(section.lanes.bulk),
+        interactive=_limits(Lane.INTERACTIVE, section.lanes.interactive),
+        bulk=_limits(Lane.BULK, section.lanes.bulk),
         tokenizer_backend=section.tokenizer_backend,
     )
 
 
-def _interactive(section: InteractiveSection) -> core.LaneLimits:
-    return core.LaneLimits(
-        Lane.INTERACTIVE,
-        section.pool,
-        input_tokens_max=section.input_tokens_max,
-        output_tokens_max=section.output_tokens_max,
-        queue_requests_max=section.queue_requests_max,
-    )
-
-
-def _bulk(section: BulkSection) -> core.LaneLimits:
-    return core.LaneLimits(
-        Lane.BULK,
-        section.pool,
-        input_tokens_max=section.input_tokens_max,
-        total_tokens_max=section.total_tokens_max,
-        queue_requests_max=section.queue_requests_max,
-    )
+def _limits(lane: Lane, section: InteractiveSection | BulkSection | None) -> core.LaneLimits | None:
+    """The limits of one lane: the keys of its section are their names."""
+    return None if section is None else core.LaneLimits(lane, **section.model_dump())
 
 
 def _ns(seconds: Decimal) -> int:
