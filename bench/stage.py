@@ -182,9 +182,14 @@ def _arguments(directory: Path, ports: Mapping[Name, int], engine: str) -> dict[
     return {
         Name.NOOP: ["bench.noop", listen[Name.NOOP], "--mode=admit", f"--destination={engine}"],
         Name.NOOP_REFUSING: ["bench.noop", listen[Name.NOOP_REFUSING], "--mode=refuse"],
-        Name.TOKENLANE: [*serve, listen[Name.TOKENLANE], str(directory / "admit.json")],
-        Name.TOKENLANE_REFUSING: [*serve, listen[Name.TOKENLANE_REFUSING], str(directory / "refuse.json")],
+        Name.TOKENLANE: [*serve, listen[Name.TOKENLANE], *_deployed(directory / "admit.json")],
+        Name.TOKENLANE_REFUSING: [*serve, listen[Name.TOKENLANE_REFUSING], *_deployed(directory / "refuse.json")],
     }
+
+
+def _deployed(policy: Path) -> list[str]:
+    """Arguments for what a deployment has: a journal."""
+    return [f"--journal={policy.with_suffix('.journal')}", str(policy)]
 
 
 def _policy(path: Path, pool: str, engine: str, gross_tokens: int) -> Policy:
@@ -221,7 +226,7 @@ def envoy_config(
     service = _cluster(plain, TOKENLANE_CLUSTER)
     clusters = [_cluster(part, pool) for part, pool in zip(parts.values(), (noop.POOL, HELD_POOL), strict=True)]
     clusters += [_renamed(service, name, port) for name, port in servers.items()]
-    listeners = [_listener(parts.get(name, plain), name, listen[name]) for name in Name]
+    listeners = [_listener(parts, name, listen[name]) for name in Name]
     return {"admin": plain["admin"], "static_resources": {"listeners": listeners, "clusters": clusters}}
 
 
@@ -238,7 +243,9 @@ def _renamed(service: Mapping[str, Any], name: Name, port: int) -> dict[str, Any
     return cluster
 
 
-def _listener(part: Mapping[str, Any], name: Name, port: int) -> dict[str, Any]:
+def _listener(parts: Mapping[Name, Mapping[str, Any]], name: Name, port: int) -> dict[str, Any]:
+    """A listener of Tokenlane's own, with its access log, or one made of it for a variant that has none."""
+    part = parts.get(name, parts[Name.TOKENLANE])
     listener: dict[str, Any] = deepcopy(part["static_resources"]["listeners"][0])
     listener["name"] = name.value
     listener["address"]["socket_address"]["port_value"] = port
@@ -252,6 +259,11 @@ def _listener(part: Mapping[str, Any], name: Name, port: int) -> dict[str, Any]:
     else:
         service = filters["envoy.filters.http.ext_proc"]["typed_config"]["grpc_service"]
         service["envoy_grpc"]["cluster_name"] = name.value
+    if name in parts:
+        log = manager["access_log"][0]["typed_config"]["common_config"]["grpc_service"]
+        log["envoy_grpc"]["cluster_name"] = name.value
+    else:
+        del manager["access_log"]
     return listener
 
 

@@ -82,13 +82,14 @@ def count(  # noqa: PLR0913, PLR0917 (one parameter an option)
 
 def _result(counter: Counter, policy: Policy, endpoint: Endpoint, body: bytes) -> dict[str, object]:
     try:
-        demand = counter.count_now(counter.read(endpoint, body)).demand
+        counted = counter.count_now(counter.read(endpoint, body))
     except Fault as fault:
         return {"error": fault.reason.value, "status": STATUS[fault.reason], "message": fault.message}
+    demand = counted.demand
     model = policy.model(demand.model)
     return {
         "input_tokens": demand.input_tokens,
-        "prompts": demand.prompts_tokens,
+        "prompts": counted.prompts_tokens,
         "max_output_tokens": demand.max_output_tokens,
         "sequences": demand.sequences,
         "reserved_tokens": demand.reserve_tokens,

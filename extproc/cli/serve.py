@@ -109,9 +109,11 @@ async def _serve(server: Server) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
+    flushing = asyncio.create_task(logs.keep_flushed())
     await server.start()
     await stopping.wait()
     # A second signal ends the process at once.
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.remove_signal_handler(number)
     await server.drain()
+    flushing.cancel()

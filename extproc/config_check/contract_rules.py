@@ -8,7 +8,7 @@ from extproc.config_check.document import Node, choice, flag, section, sections,
 from extproc.config_check.findings import Fault
 from extproc.config_check.matching import VERDICT_HEADERS, string_matches
 from extproc.config_check.view import Manager, grpc_cluster
-from extproc.core.names import DESTINATION_HEADER, METADATA_NAMESPACE, METADATA_REASON, OWN_PREFIX
+from extproc.core.names import DESTINATION_HEADER, METADATA_NAMESPACE, METADATA_REASON, METADATA_TICKET, OWN_PREFIX
 from extproc.core.policy import Policy
 from extproc.envoy_config.listener import ENGINE_PRIORITY_HEADERS
 
@@ -134,9 +134,14 @@ def local_replies(_policy: Policy, manager: Manager) -> Iterator[Fault]:
 def _spares_refusals(condition: Node) -> bool:
     if any(_spares_refusals(part) for part in sections(section(condition, "and_filter"), "filters")):
         return True
+    return _looks_at(condition, METADATA_REASON)
+
+
+def _looks_at(condition: Node, key: str) -> bool:
+    """Whether an access log filter asks for `key` of the metadata that the service writes."""
     matcher = section(condition, "metadata_filter", "matcher")
     keys = [text(segment, "key") for segment in sections(matcher, "path")]
-    return text(matcher, "filter") == METADATA_NAMESPACE and keys == [METADATA_REASON]
+    return text(matcher, "filter") == METADATA_NAMESPACE and keys == [key]
 
 
 def access_log(_policy: Policy, manager: Manager) -> Iterator[Fault]:
@@ -151,12 +156,24 @@ def access_log(_policy: Policy, manager: Manager) -> Iterator[Fault]:
             "no gRPC access log leads to the service, so reservations of a process that died are held until "
             "response_s_max",
         )
-    elif all("filter" in item for item in loggers):
+    elif not any(_keeps_admitted(section(item, "filter")) for item in loggers):
         yield Fault(
             manager.where,
-            "the access log to the service has a filter, so reservations of a process that died are held until "
-            "response_s_max where it drops the entry",
+            f"the access log to the service has a filter by other than {METADATA_TICKET}, so reservations of a process "
+            "that died are held until response_s_max where it drops the entry",
         )
+
+
+def _keeps_admitted(condition: Node) -> bool:
+    """Whether an access log filter lets every admitted request through: only those have a ticket."""
+    if not condition:
+        return True
+    matcher = section(condition, "metadata_filter", "matcher")
+    return (
+        _looks_at(condition, METADATA_TICKET)
+        and flag(section(matcher, "value"), "present_match")
+        and not flag(matcher, "invert")
+    )
 
 
 def access_log_cluster(_policy: Policy, manager: Manager) -> Iterator[Fault]:

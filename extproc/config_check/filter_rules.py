@@ -11,10 +11,10 @@ from extproc.config_check.matching import regex_matches, string_matches
 from extproc.config_check.view import CUSTOM_RESPONSE, EXT_PROC, ROUTER, Manager
 from extproc.core.names import (
     DESTINATION_HEADER,
-    INTENT_HEADER,
     LANE_HEADER,
     METADATA_NAMESPACE,
     POOL_HEADER,
+    READ_HEADERS,
     REASON_HEADER,
 )
 from extproc.core.policy import Policy
@@ -26,19 +26,6 @@ CACHE_ACTIONS = ("DEFAULT", "CLEAR", "RETAIN")
 NS_PER_MS = 1_000_000
 MESSAGE_TIMEOUT_NS = 200 * NS_PER_MS
 """Envoy's default of `message_timeout`."""
-
-READ_HEADERS = (
-    ":method",
-    ":path",
-    "content-encoding",
-    "content-length",
-    "content-type",
-    "upgrade",
-    "x-request-id",
-    "prefer",
-    INTENT_HEADER,
-)
-"""Request headers that the service reads."""
 
 WRITTEN_HEADERS = (
     LANE_HEADER,
@@ -211,11 +198,11 @@ def forward_rules(_policy: Policy, manager: Manager) -> Iterator[Fault]:
     denied = sections(section(rules, "disallowed_headers"), "patterns")
     kept = [
         name
-        for name in READ_HEADERS
+        for name in sorted(READ_HEADERS)
         if (not allowed or any(string_matches(pattern, name) for pattern in allowed))
         and not any(string_matches(pattern, name) for pattern in denied)
     ]
-    missing = [name for name in READ_HEADERS if name not in kept]
+    missing = sorted(READ_HEADERS.difference(kept))
     if missing:
         yield Fault(
             manager.where,

@@ -12,7 +12,6 @@ state of the fleet, so that a client is never told to retry what can never run.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 
 from extproc.core.drain import NS_PER_S, delay_ns
 from extproc.core.lanes import classify
@@ -55,6 +54,12 @@ class Desk:
         self._instance = instance
         self._tickets = 0
         self._paths = {endpoint.value: endpoint for endpoint in policy.endpoints}
+        self._pools = {
+            name: tuple(self.ledger.accounts[replica.name] for replica in pool.replicas)
+            for name, pool in policy.pools.items()
+        }
+        self._largest = {name: max(a.budget_tokens for a in accounts) for name, accounts in self._pools.items()}
+        """What the largest replica of a pool can ever hold, in tokens."""
         self._replica_at = {replica.address: replica.name for replica in policy.replicas()}
         self._bypass = {(rule.method, rule.path): Bypass(rule.pool) for rule in policy.bypass}
 
@@ -123,15 +128,16 @@ class Desk:
         limits = model.lane(classify(demand, model))
         if limits is None:
             return _overflow(demand, model)
-        largest = self._largest(limits)
+        largest = self._largest[limits.pool]
         if demand.reserve_tokens > largest:
             return _overflow(demand, model, largest)
-        account = self._place(demand, limits)
-        if isinstance(account, Reject):
-            return account
+        ready, tokens = self._ready(limits), demand.reserve_tokens
+        account = _roomiest(ready, tokens)
+        if account is None:
+            return self._turned_away(limits, ready, demand, demand)
         replica = account.replica
-        reservation = self.ledger.reserve(self._next_ticket(), replica.name, limits.lane, demand.reserve_tokens, now_ns)
-        busy_retry_ns = delay_ns(demand.reserve_tokens, replica.release_tokens_per_s)
+        reservation = self.ledger.reserve(self._next_ticket(), replica.name, limits.lane, tokens, now_ns)
+        busy_retry_ns = delay_ns(tokens, replica.release_tokens_per_s)
         return Admit(reservation, limits.pool, replica.address, demand, busy_retry_ns)
 
     def foresee(self, least: Demand, most: Demand) -> Reject | None:
@@ -142,44 +148,39 @@ class Desk:
         """
         model = self.policy.models[most.model]
         limits = model.lane(classify(most, model))
-        if limits is None or classify(least, model) is not limits.lane or most.reserve_tokens > self._largest(limits):
+        if (
+            limits is None
+            or classify(least, model) is not limits.lane
+            or most.reserve_tokens > self._largest[limits.pool]
+        ):
             return None
-        placed = self._place(least, limits)
-        if not isinstance(placed, Reject):
+        ready = self._ready(limits)
+        if _roomiest(ready, least.reserve_tokens) is not None:
             return None
-        details = {
-            **placed.details,
-            "input_tokens_min": least.input_tokens,
-            "input_tokens_bound": most.input_tokens,
-            "max_output_tokens": most.max_output_tokens,
-            "sequences": most.sequences,
-        }
-        most_placed = self._place(most, limits)  # what the least does not fit, the most does not fit either
-        assert isinstance(most_placed, Reject)  # noqa: S101 (for the type checker)
-        return replace(placed, demand=None, details=details, retry_ns=most_placed.retry_ns)
+        return self._turned_away(limits, ready, least, most)
 
-    def _largest(self, limits: LaneLimits) -> int:
-        """What the largest replica of a lane can ever hold."""
-        return max(replica.budget_tokens for replica in self.policy.pools[limits.pool].replicas)
+    def _ready(self, limits: LaneLimits) -> list[Account]:
+        """The accounts of a lane's replicas that are ready."""
+        return [account for account in self._pools[limits.pool] if account.ready]
 
-    def _place(self, demand: Demand, limits: LaneLimits) -> Account | Reject:
-        """The replica with room for `demand` and most of it, or why there is none."""
-        lane = limits.lane
-        accounts = [self.ledger.accounts[replica.name] for replica in self.policy.pools[limits.pool].replicas]
-        ready = [account for account in accounts if account.ready]
-        if not ready:
-            return Reject(
-                Reason.CAPACITY_UNAVAILABLE,
-                f"no replica of the {lane} lane is ready",
-                lane=lane,
-                demand=demand,
-                details={"replicas": len(accounts), "replicas_ready": 0},
-                retry_ns=self._recovery_ns(limits),
-            )
-        fitting = [a for a in ready if a.under_cap and demand.reserve_tokens <= a.available_tokens]
-        if not fitting:
-            return _busy(demand, lane, limits, ready)
-        return min(fitting, key=lambda a: (-a.available_tokens, a.replica.name))
+    def _turned_away(self, limits: LaneLimits, ready: list[Account], least: Demand, most: Demand) -> Reject:
+        """Why none of `ready` takes a demand between `least` and `most`, which are the same one once it is counted."""
+        retry_ns = self._recovery_ns(limits)
+        if ready:
+            reason, message, details = _busy(limits, ready, least.reserve_tokens)
+            retry_ns = min([_room_delay_ns(account, most.reserve_tokens) for account in ready])
+        else:
+            reason, message = Reason.CAPACITY_UNAVAILABLE, f"no replica of the {limits.lane} lane is ready"
+            details = {"replicas": len(self._pools[limits.pool]), "replicas_ready": 0}
+        if least is not most:
+            details |= {
+                "input_tokens_min": least.input_tokens,
+                "input_tokens_bound": most.input_tokens,
+                "max_output_tokens": most.max_output_tokens,
+                "sequences": most.sequences,
+            }
+        demand = most if least is most else None
+        return Reject(reason, message, lane=limits.lane, demand=demand, details=details, retry_ns=retry_ns)
 
     def end(self, ticket: str, ending: Ending) -> Reservation | None:
         """End a reservation; None when it had ended before, by expiry or by the access log."""
@@ -278,38 +279,33 @@ def _overflow(demand: Demand, model: Model, replica_tokens_max: int | None = Non
     )
 
 
-def _busy(demand: Demand, lane: Lane, limits: LaneLimits, ready: list[Account]) -> Reject:
-    """No replica takes it now: the tokens are short, or only the hard cap on requests is in the way."""
-    need = demand.reserve_tokens
-    capped = [account for account in ready if need <= account.available_tokens]
+def _roomiest(ready: list[Account], tokens: int) -> Account | None:
+    """The account that takes `tokens` now and has most of them available; the first by name among equals."""
+    fitting = [a for a in ready if a.available_tokens >= tokens and a.under_cap]
+    return min(fitting, key=lambda a: (-a.available_tokens, a.replica.name)) if fitting else None
+
+
+def _busy(limits: LaneLimits, ready: list[Account], tokens: int) -> tuple[Reason, str, dict[str, Detail]]:
+    """No replica takes `tokens` now: they are short, or only the hard cap on requests is in the way."""
     details: dict[str, Detail] = {
-        "available_tokens": max(account.available_tokens for account in ready),
+        "available_tokens": max([account.available_tokens for account in ready]),
         "replicas_ready": len(ready),
     }
+    capped = [account.replica.requests_max for account in ready if account.available_tokens >= tokens]
     if capped:
-        details["requests_max"] = max(account.replica.requests_max for account in capped)
-        return Reject(
-            Reason.CONCURRENCY_LIMIT,
-            f"the {lane} lane runs as many requests as it may; try again",
-            lane=lane,
-            demand=demand,
-            details=details,
-            retry_ns=min(_request_delay_ns(account) for account in capped),
-        )
+        details["requests_max"] = max(capped)
+        return Reason.CONCURRENCY_LIMIT, f"the {limits.lane} lane runs as many requests as it may; try again", details
     details["input_tokens_max"] = limits.input_tokens_max
-    return Reject(
+    return (
         Reason.TOKEN_BUDGET_EXHAUSTED,
-        f"the {lane} lane has no room for {need} tokens now; try again",
-        lane=lane,
-        demand=demand,
-        details=details,
-        retry_ns=min(
-            delay_ns(need - account.available_tokens, account.replica.release_tokens_per_s) for account in ready
-        ),
+        f"the {limits.lane} lane has no room for {tokens} tokens now; try again",
+        details,
     )
 
 
-def _request_delay_ns(account: Account) -> int:
-    """Time until one request of average size ends."""
-    mean_tokens = -(-account.active_tokens // max(1, account.active_requests))
-    return delay_ns(mean_tokens, account.replica.release_tokens_per_s)
+def _room_delay_ns(account: Account, tokens: int) -> int:
+    """Time until `account` has room for `tokens`: its shortfall drains, and at the hard cap one request ends."""
+    short_tokens = tokens - account.available_tokens
+    if not account.under_cap:
+        short_tokens = max(short_tokens, -(-account.active_tokens // account.active_requests))
+    return delay_ns(short_tokens, account.replica.release_tokens_per_s)

@@ -28,10 +28,11 @@ class LedgerError(Exception):
 class Account:
     """The counters of one replica, in tokens and requests."""
 
-    __slots__ = ("active_requests", "active_tokens", "ready", "replica", "waiting_tokens")
+    __slots__ = ("active_requests", "active_tokens", "budget_tokens", "ready", "replica", "waiting_tokens")
 
     def __init__(self, replica: Replica) -> None:
         self.replica = replica
+        self.budget_tokens = replica.budget_tokens
         self.active_tokens = 0
         self.active_requests = 0
         self.waiting_tokens = dict.fromkeys((Lane.INTERACTIVE, Lane.BULK), 0)
@@ -46,7 +47,7 @@ class Account:
         Ahead is the reserve of the waiting interactive requests, for either lane: bulk never overtakes them, and
         waiting bulk gives way to interactive. Negative where what runs is more than the budget (rule 5).
         """
-        return self.replica.budget_tokens - self.active_tokens - self.waiting_tokens[Lane.INTERACTIVE]
+        return self.budget_tokens - self.active_tokens - self.waiting_tokens[Lane.INTERACTIVE]
 
     @property
     def under_cap(self) -> bool:
@@ -54,7 +55,7 @@ class Account:
         return self.active_requests < self.replica.requests_max
 
     def __repr__(self) -> str:
-        return f"{self.replica.name} {self.active_tokens}/{self.replica.budget_tokens}, {self.active_requests} open"
+        return f"{self.replica.name} {self.active_tokens}/{self.budget_tokens}, {self.active_requests} open"
 
 
 class Ledger:
@@ -81,7 +82,7 @@ class Ledger:
             raise LedgerError(f"ticket {ticket} is already open")
         if reserve_tokens <= 0:
             raise LedgerError(f"a reservation of {reserve_tokens} tokens stands for nothing")
-        if reserve_tokens > account.replica.budget_tokens - account.active_tokens or not account.under_cap:
+        if reserve_tokens > account.budget_tokens - account.active_tokens or not account.under_cap:
             raise LedgerError(f"{reserve_tokens} tokens do not fit: {account!r}")
         reservation = Reservation(ticket, replica, lane, reserve_tokens, now_ns)
         self._hold(reservation)

@@ -26,3 +26,19 @@ DESTINATION_HEADER = "x-gateway-destination-endpoint"
 
 INTENT_HEADER = "x-request-intent"
 """A client's declared service: `bulk` lowers, every other value is ignored."""
+
+READ_HEADERS = frozenset(
+    {
+        ":method",
+        ":path",
+        "content-encoding",
+        "content-length",
+        "content-type",
+        "prefer",
+        "upgrade",
+        "x-request-id",
+        INTENT_HEADER,
+    }
+)
+"""Request headers that the service reads, and so all that Envoy forwards to it: no client's credentials are among
+them."""

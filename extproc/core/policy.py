@@ -141,7 +141,9 @@ class Model:
 
     def lane(self, lane: Lane) -> LaneLimits | None:
         """The limits of one lane; None when the model does not have it."""
-        return {Lane.INTERACTIVE: self.interactive, Lane.BULK: self.bulk}.get(lane)
+        if lane is Lane.INTERACTIVE:
+            return self.interactive
+        return self.bulk if lane is Lane.BULK else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,11 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from enum import Enum, auto, unique
+from enum import Enum, StrEnum, auto, unique
 from types import MappingProxyType
+from typing import Any, ClassVar
 
 from extproc.core.admission import Desk
 from extproc.core.policy import Endpoint
@@ -27,7 +28,7 @@ from extproc.core.values import Admit, Bypass, Demand, Ending, Fault, Reject, Re
 
 
 @unique
-class State(Enum):
+class State(StrEnum):
     """Where a stream stands."""
 
     HEAD = auto()  # nothing has come yet
@@ -64,10 +65,14 @@ class Bounded:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """The body is counted; `body` is what the engine is to get, None when it stays as it is."""
+    """The body is counted; `body` is what the engine is to get, None when it stays as it is.
+
+    `prompts_tokens` holds the input tokens of each prompt, for those who report them.
+    """
 
     demand: Demand
     body: bytes | None
+    prompts_tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +172,9 @@ class Done:
     ended: Ending | None = None
 
 
+_CONTINUE = Continue()
+_DONE = Done()
+
 Action = Continue | Count | Tokenize | Route | Pass | Refuse | PassPart | Done
 
 TRANSITIONS: Mapping[State, Mapping[type[Event], frozenset[State]]] = MappingProxyType(
@@ -237,35 +245,12 @@ class Stream:
         allowed = TRANSITIONS[self.state].get(type(event))
         if allowed is None:
             raise StreamError(f"{type(event).__name__} is not allowed in {self.state.name}")
-        action, state = self._step(event, now_ns)
-        self.state = state
+        action, self.state = self._STEPS[type(event)](self, event, now_ns)
         return action
 
-    def _step(self, event: Event, now_ns: int) -> tuple[Action, State]:  # noqa: PLR0911 (one return an event)
-        match event:
-            case HeadArrived(head):
-                return self._head(head)
-            case BodyArrived(body):
-                return self._body(body)
-            case Bounded(least, most):
-                return self._bounded(least, most)
-            case Counted(demand, body):
-                return self._counted(demand, body, now_ns)
-            case Faulted(fault):
-                self._leave_intake()
-                return Refuse(self._desk.fault(fault)), State.REFUSED
-            case Written():
-                return Done(), State.RUNNING if self.state is State.ADMITTED else self.state
-            case PartArrived(part):
-                return PassPart(part), self.state
-            case Ended():
-                return self._ended(), State.ENDED
-            case _:
-                return self._detached(), State.ENDED
-
-    def _head(self, head: RequestHead) -> tuple[Action, State]:
-        self.head = head
-        verdict = self._desk.screen(head)
+    def _head(self, event: HeadArrived, _now_ns: int) -> tuple[Action, State]:
+        self.head = event.head
+        verdict = self._desk.screen(event.head)
         match verdict:
             case Reject():
                 return Refuse(verdict), State.REFUSED
@@ -273,46 +258,56 @@ class Stream:
                 return Pass(verdict), State.PASSED
             case endpoint:
                 self._endpoint = endpoint
-                return Continue(), State.BODY
+                return _CONTINUE, State.BODY
 
-    def _body(self, body: bytes) -> tuple[Action, State]:
+    def _body(self, event: BodyArrived, _now_ns: int) -> tuple[Action, State]:
         assert self.head is not None  # noqa: S101 (the table lets no body come before the head)
         assert self._endpoint is not None  # noqa: S101 (nor after a head that did not ask for it)
-        refused = self._desk.enter(len(body))
+        refused = self._desk.enter(len(event.body))
         if refused is not None:
             return Refuse(refused), State.REFUSED
-        self._intake_bytes = len(body)
-        return Count(self._endpoint, body, self.head.lowered), State.COUNTING
+        self._intake_bytes = len(event.body)
+        return Count(self._endpoint, event.body, self.head.lowered), State.COUNTING
 
-    def _bounded(self, least: Demand, most: Demand) -> tuple[Action, State]:
-        refused = self._desk.foresee(least, most)
+    def _bounded(self, event: Bounded, _now_ns: int) -> tuple[Action, State]:
+        refused = self._desk.foresee(event.least, event.most)
         if refused is None:
             return Tokenize(), State.COUNTING
         self._leave_intake()
         return Refuse(refused), State.REFUSED
 
-    def _counted(self, demand: Demand, body: bytes | None, now_ns: int) -> tuple[Action, State]:
+    def _counted(self, event: Counted, now_ns: int) -> tuple[Action, State]:
         self._leave_intake()
-        verdict = self._desk.decide(demand, now_ns)
+        verdict = self._desk.decide(event.demand, now_ns)
         if isinstance(verdict, Reject):
             return Refuse(verdict), State.REFUSED
         self.admit = verdict
-        return Route(verdict, body), State.ADMITTED
+        return Route(verdict, event.body), State.ADMITTED
 
-    def _ended(self) -> Done:
+    def _faulted(self, event: Faulted, _now_ns: int) -> tuple[Action, State]:
+        self._leave_intake()
+        return Refuse(self._desk.fault(event.fault)), State.REFUSED
+
+    def _written(self, _event: Written, _now_ns: int) -> tuple[Action, State]:
+        return _DONE, State.RUNNING if self.state is State.ADMITTED else self.state
+
+    def _part(self, event: PartArrived, _now_ns: int) -> tuple[Action, State]:
+        return PassPart(event.part), self.state
+
+    def _ended(self, _event: Ended | Detached, _now_ns: int) -> tuple[Action, State]:
         self._leave()
         if self.admit is None:
-            return Done()
+            return _DONE, State.ENDED
         ending = Ending.SETTLED if self.state is State.RUNNING else Ending.RELEASED
         reservation = self._desk.end(self.admit.reservation.ticket, ending)
-        return Done(None if reservation is None else ending)
+        return Done(None if reservation is None else ending), State.ENDED
 
-    def _detached(self) -> Done:
+    def _detached(self, event: Detached, now_ns: int) -> tuple[Action, State]:
         if self.admit is None or self.state is not State.RUNNING:
-            return self._ended()
+            return self._ended(event, now_ns)
         self._leave()
         self._desk.abandon(self.admit.reservation.ticket)
-        return Done()
+        return _DONE, State.ENDED
 
     def _leave(self) -> None:
         self._leave_intake()
@@ -321,3 +316,18 @@ class Stream:
     def _leave_intake(self) -> None:
         self._desk.leave(self._intake_bytes)
         self._intake_bytes = 0
+
+    # What each event does where the table allows it.
+    _STEPS: ClassVar[Mapping[type[Event], Callable[[Stream, Any, int], tuple[Action, State]]]] = MappingProxyType(
+        {
+            HeadArrived: _head,
+            BodyArrived: _body,
+            Bounded: _bounded,
+            Counted: _counted,
+            Faulted: _faulted,
+            Written: _written,
+            PartArrived: _part,
+            Ended: _ended,
+            Detached: _detached,
+        }
+    )

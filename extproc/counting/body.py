@@ -19,7 +19,6 @@ JSON_DEPTH_MAX = 256
 template's `tojson` nor the re-serialiser can meet that limit. Schemas in use nest some tens of levels."""
 
 _LONG_INTEGER = re.compile(rb"[0-9]{19}")  # the shortest integers that orjson may read as floats
-_RENDERED_VALUES = (b'"tools"', b'"chat_template_kwargs"', b'"arguments"')
 
 
 def parse(body: bytes) -> dict[str, object]:
@@ -40,9 +39,9 @@ def parse(body: bytes) -> dict[str, object]:
 
 def _numbers_may_differ(body: bytes) -> bool:
     """Whether a template could print a number that orjson reads otherwise than `json`."""
-    if not any(key in body for key in _RENDERED_VALUES) and b"\\u" not in body:
-        return False
-    return _LONG_INTEGER.search(body) is not None
+    # These hold values that a template prints; an escape could spell one of their names.
+    rendered = b'"tools"' in body or b'"chat_template_kwargs"' in body or b'"arguments"' in body or b"\\u" in body
+    return rendered and _LONG_INTEGER.search(body) is not None
 
 
 def _loads(body: bytes) -> object:

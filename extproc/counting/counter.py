@@ -67,26 +67,18 @@ class Draft:
         """
         if not self.prompts.texts:
             return None
-        ceilings = [self.ceiling.run_tokens(tokens) for tokens in self.high_tokens]
-        certain = (
-            self.asked.min_tokens <= min(ceilings)
-            and ceilings == [self.ceiling.run_tokens(tokens) for tokens in self.low_tokens]
-            and all(map(self.ceiling.leaves_room, self.high_tokens))
-        )
-        if not certain:
+        # Where even the most leaves room for the whole ceiling, every prompt runs with that.
+        whole = self.ceiling.run_tokens(0)
+        if not self.ceiling.leaves_room(max(self.high_tokens)) or self.asked.min_tokens > whole:
             return None
-        ran = Run(max(ceilings), sum(ceilings) * self.asked.sequences_per_prompt)
-        return self.demand(self.low_tokens, ran), self.demand(self.high_tokens, ran)
+        sequences = len(self.high_tokens) * self.asked.sequences_per_prompt
+        ran = Run(whole, whole * sequences)
+        return self.demand(sum(self.low_tokens), sequences, ran), self.demand(sum(self.high_tokens), sequences, ran)
 
-    def demand(self, prompts_tokens: tuple[int, ...], ran: Run) -> Demand:
-        """What it asks for with prompts of `prompts_tokens`."""
+    def demand(self, input_tokens: int, sequences: int, ran: Run) -> Demand:
+        """What it asks for with prompts of `input_tokens` together."""
         return Demand(
-            model=self.model.name,
-            prompts_tokens=prompts_tokens,
-            max_output_tokens=ran.max_output_tokens,
-            output_tokens=ran.output_tokens,
-            sequences=len(prompts_tokens) * self.asked.sequences_per_prompt,
-            lowered=self.lowered,
+            self.model.name, input_tokens, ran.max_output_tokens, ran.output_tokens, sequences, lowered=self.lowered
         )
 
 
@@ -227,11 +219,13 @@ def _counted(draft: Draft, prompts_tokens: Sequence[int]) -> Counted:
     tokens = tuple(min(count, draft.kept_tokens) for count in prompts_tokens)
     if not all(tokens):
         raise malformed("a prompt without a single token cannot run", "prompt")
-    ran = run(draft.ceiling, tokens, draft.asked.sequences_per_prompt)
+    sequences = draft.asked.sequences_per_prompt
+    ran = run(draft.ceiling, tokens, sequences)
     least = draft.ceiling.run_tokens(max(tokens))
     if draft.asked.min_tokens > least:
         raise malformed(f"min_tokens is above the output ceiling, which is {least} here", "min_tokens")
-    return Counted(draft.demand(tokens, ran), _written(draft, ran.max_output_tokens))
+    demand = draft.demand(sum(tokens), len(tokens) * sequences, ran)
+    return Counted(demand, _written(draft, ran.max_output_tokens), tokens)
 
 
 def _bounds(prompts: vllm.Prompts, loaded: Loaded, kept_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

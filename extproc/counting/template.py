@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, NoReturn
+from types import BuiltinMethodType
+from typing import Any, NamedTuple, NoReturn
 
 import jinja2
 import jinja2.ext
 import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
+import jinja2.runtime
 import jinja2.sandbox
+import jinja2.utils
 
 from extproc.counting.fields import malformed
 
@@ -31,8 +33,7 @@ _CONTINUE_MARK = "TOKENLANE_FINAL_MESSAGE_END "
 Message = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Chat:
+class Chat(NamedTuple):
     """What a template prints. `variables` are the request's own; a template sees those that it names."""
 
     messages: list[Message]
@@ -74,15 +75,36 @@ def _tojson(
 
 _DICT_NAMES = frozenset(dir(dict))
 
+_TEXT_METHODS = frozenset(name for name in dir(str) if not name.startswith("_")) - {"format", "format_map"}
+"""Methods of text that the sandbox lets through as they are; it wraps those that format."""
+
+
+_PLAIN_KINDS = (jinja2.utils.Namespace, jinja2.runtime.LoopContext)
+"""Jinja's own objects, whose public attributes the sandbox lets through as they are."""
+
 
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """The sandbox, with a short way to the keys of JSON objects."""
+    """The sandbox, with a short way to the keys of JSON objects, to the methods of text and to Jinja's own objects."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:  # noqa: ANN401 (the signature of the base)
         """The attribute, else the key, else undefined. What no dict has as an attribute is a key at once."""
-        if type(obj) is dict and attribute not in _DICT_NAMES:
+        kind = type(obj)
+        if kind is dict and attribute not in _DICT_NAMES:
             return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+        if (kind is str and attribute in _TEXT_METHODS) or (kind in _PLAIN_KINDS and attribute[:1] != "_"):
+            try:
+                return getattr(obj, attribute)
+            except AttributeError:
+                return self.undefined(obj=obj, name=attribute)
         return super().getattr(obj, attribute)
+
+    def call(self, context: jinja2.runtime.Context, obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        """The result of calling `obj`. A method of text needs neither the context nor a look at its flags."""
+        if type(obj) is BuiltinMethodType and type(obj.__self__) is str and obj.__name__ in _TEXT_METHODS:
+            kwargs.pop("_loop_vars", None)
+            kwargs.pop("_block_vars", None)
+            return obj(*args, **kwargs)
+        return super().call(context, obj, *args, **kwargs)
 
 
 def _environment() -> _Environment:
@@ -106,7 +128,7 @@ class ChatTemplate:
         environment = _environment()
         tree = environment.parse(source)
         self._template = environment.from_string(source)
-        self._special_tokens = special_tokens
+        self._base = {**self._template.globals, **special_tokens}
         self.variables = frozenset(jinja2.meta.find_undeclared_variables(tree))
         self.parts_as_list = _loops_over_content(tree)
         self.knows_developer = "developer" in source
@@ -116,7 +138,7 @@ class ChatTemplate:
         messages, ending = _with_mark(chat.messages) if chat.continue_final_message else (chat.messages, "")
         own = {key: value for key, value in chat.variables.items() if key in self.variables}
         context = {
-            **self._special_tokens,
+            **self._base,
             **own,
             "messages": messages,
             "tools": chat.tools,
@@ -124,7 +146,8 @@ class ChatTemplate:
             "add_generation_prompt": chat.add_generation_prompt,
         }
         try:
-            text = self._template.render(context)
+            # `Template.render` without its copies of the variables and its rewriting of tracebacks.
+            text = "".join(self._template.root_render_func(self._template.new_context(context, shared=True)))
         except Exception:  # noqa: BLE001 (a template is code: whatever it raises, the engine would raise too)
             # What it raised can quote the prompt, so it goes no further.
             raise malformed("the model's chat template cannot render these messages", "messages") from None

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from extproc.counting import fields
 from extproc.counting.chat import conversation, tools_as_rendered
@@ -82,8 +81,7 @@ _RESERVED_TEMPLATE_VARIABLES = frozenset(
 """Names that a request's `chat_template_kwargs` may not set: arguments of the rendering itself."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prompts:
+class Prompts(NamedTuple):
     """What runs: texts to tokenize, or lengths of prompts that came as ids; one of the two is empty."""
 
     texts: tuple[str, ...]
@@ -91,8 +89,7 @@ class Prompts:
     add_special_tokens: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
+class Asked(NamedTuple):
     """What a checked body asks for besides its prompts.
 
     `output_tokens` is the client's ceiling, in `ceiling_field`; None where a default holds. A ceiling written to

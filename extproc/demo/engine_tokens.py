@@ -16,7 +16,7 @@ def exact_counter(directory: Path, models: tuple[str, ...], context_tokens_max: 
 
     def prompts_tokens(path: str, body: bytes, fields: JsonObject) -> tuple[int, ...]:  # noqa: ARG001 (an estimate's)
         try:
-            return counter.count_now(counter.read(Endpoint(path), body)).demand.prompts_tokens
+            return counter.count_now(counter.read(Endpoint(path), body)).prompts_tokens
         except Fault as fault:
             status = 404 if fault.reason is Reason.UNKNOWN_MODEL else 400
             raise RequestError(status, fault.message, fault.param) from fault

@@ -13,9 +13,10 @@ from envoy_data_plane.envoy.extensions.filters.http.ext_proc import v3 as ext_pr
 from envoy_data_plane.envoy.extensions.filters.http.router import v3 as router
 from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager import v3 as hcm
 from envoy_data_plane.envoy.extensions.http.early_header_mutation.header_mutation import v3 as early_header_mutation
+from envoy_data_plane.envoy.type.matcher import v3 as matcher
 from envoy_data_plane.google.protobuf import Any as ProtoAny
 
-from extproc.core.names import DESTINATION_HEADER, METADATA_NAMESPACE, OWN_PREFIX
+from extproc.core.names import DESTINATION_HEADER, METADATA_NAMESPACE, METADATA_TICKET, OWN_PREFIX, READ_HEADERS
 from extproc.core.policy import Limits, Policy
 from extproc.envoy_config.addresses import address
 from extproc.envoy_config.clusters import TOKENLANE_CLUSTER
@@ -113,7 +114,7 @@ def hcm_filter(policy: Policy) -> hcm.HttpConnectionManager:
 
 
 def _access_log() -> accesslog.AccessLog:
-    """Entries to the service: the end of every response, and who serves the running ones."""
+    """Entries to the service: the end of every admitted response, and who serves the running ones."""
     logger = grpc_access_log.HttpGrpcAccessLogConfig(
         common_config=grpc_access_log.CommonGrpcAccessLogConfig(
             log_name="tokenlane",
@@ -122,7 +123,17 @@ def _access_log() -> accesslog.AccessLog:
             buffer_flush_interval=duration(FLUSH_INTERVAL_NS),
         )
     )
-    return accesslog.AccessLog(name="envoy.access_loggers.http_grpc", typed_config=ProtoAny.pack(logger))
+    ticket = matcher.MetadataMatcher(
+        filter=METADATA_NAMESPACE,
+        path=[matcher.MetadataMatcherPathSegment(key=METADATA_TICKET)],
+        value=matcher.ValueMatcher(present_match=True),
+    )
+    admitted = accesslog.AccessLogFilter(
+        metadata_filter=accesslog.MetadataFilter(matcher=ticket, match_if_key_not_found=False)
+    )
+    return accesslog.AccessLog(
+        name="envoy.access_loggers.http_grpc", filter=admitted, typed_config=ProtoAny.pack(logger)
+    )
 
 
 def _ext_proc(limits: Limits) -> ext_proc.ExternalProcessor:
@@ -144,6 +155,11 @@ def _ext_proc(limits: Limits) -> ext_proc.ExternalProcessor:
             response_trailer_mode=header_mode.SEND,  # keeps the stream until the response ends
         ),
         message_timeout=duration(limits.decision_ns_max),
+        forward_rules=ext_proc.HeaderForwardingRules(
+            allowed_headers=matcher.ListStringMatcher(
+                patterns=[matcher.StringMatcher(exact=name) for name in sorted(READ_HEADERS)]
+            )
+        ),
         mutation_rules=mutation_rules.HeaderMutationRules(),
         metadata_options=ext_proc.MetadataOptions(
             receiving_namespaces=ext_proc.MetadataOptionsMetadataNamespaces(untyped=[METADATA_NAMESPACE])

@@ -15,8 +15,7 @@ class Book:
         self._journal = journal
 
     def made(self, admit: Admit) -> None:
-        """A reservation is made; call it before the admission is sent."""
-        self._metrics.admitted(admit.reservation.lane, admit.demand)
+        """A reservation is made; the journal knows it before Envoy does."""
         if self._journal is not None:
             self._journal.made(admit.reservation)
 

@@ -10,6 +10,7 @@ journal for the next process.
 from __future__ import annotations
 
 import asyncio
+import gc
 import secrets
 import time
 from dataclasses import dataclass
@@ -97,6 +98,9 @@ class Server:
         self._adopt()
         await self._prober.start()
         self.admin_port = await self._admin.start(options.admin_host, options.admin_port)
+        # What start made stays for good: without this, a full collection would look through it for 50 ms.
+        gc.collect()
+        gc.freeze()
         self._grpc = self._build()
         self.ports = [self._grpc.add_insecure_port(address) for address in options.listen]
         await self.health.start()

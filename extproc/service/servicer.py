@@ -11,7 +11,7 @@ import asyncio
 import random
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import grpc.aio
 import structlog
@@ -50,9 +50,26 @@ _ENDED = Ended()
 _DETACHED = Detached()
 _INTERNAL_ERROR = Reject(Reason.INTERNAL_ERROR, "the gateway failed to decide; nothing was reserved")
 
+NS_PER_US = 1000
+
 _Result = TypeVar("_Result")
 
 _log = structlog.get_logger()
+
+
+def _nothing() -> None:
+    """Nothing to tell of a reply."""
+
+
+class _Reply(NamedTuple):
+    """A message to Envoy, whether it is the stream's last, and what to record of it once it is on its way."""
+
+    message: bytes
+    final: bool = False
+    tell: Callable[[], None] = _nothing
+
+
+_CONTINUE = _Reply(wire.CONTINUE)
 
 
 class _Gone(Exception):  # noqa: N818 (the end of a stream, not an error)
@@ -66,10 +83,10 @@ class _Messages:
         self._context = context
         self._ahead: asyncio.Future[Any] | None = None
 
-    async def next(self) -> Any:  # noqa: ANN401 (a message, or grpc.aio.EOF)
+    def next(self) -> Awaitable[Any]:
         """The next message, or EOF."""
         ahead, self._ahead = self._ahead, None
-        return await (self._context.read() if ahead is None else ahead)
+        return self._context.read() if ahead is None else ahead
 
     async def during(self, work: Awaitable[_Result]) -> _Result:
         """The result of `work`; `_Gone` as soon as the stream ends before it."""
@@ -149,7 +166,10 @@ class Servicer:
         while (message := await messages.next()) is not grpc.aio.EOF:
             started_ns = time.monotonic_ns()
             try:
-                reply, final = await self._answer(stream, messages, wire.event(message), started_ns)
+                action = stream.receive(wire.event(message), started_ns)
+                if isinstance(action, Count):
+                    action = await self._count(stream, messages, action)
+                reply = self._answer(stream, action, started_ns)
             except _Gone:
                 return
             except Exception:
@@ -157,29 +177,28 @@ class Servicer:
                 _log.exception("fault", request_id=_request_id(stream))
                 if stream.state in (State.RUNNING, State.PASSED):
                     raise  # an answer of ours would replace the engine's
-                reply, final = self._refuse(stream, _INTERNAL_ERROR, started_ns), True
-            await context.write(reply)
-            if final:
+                reply = self._refuse(stream, _INTERNAL_ERROR, started_ns)
+            try:
+                await context.write(reply.message)
+            finally:
+                reply.tell()
+            if reply.final:
                 return
             stream.receive(_WRITTEN, time.monotonic_ns())
 
-    async def _answer(self, stream: Stream, messages: _Messages, event: Event, started_ns: int) -> tuple[bytes, bool]:
-        """The reply to one message, and whether it is the last one of the stream."""
-        action = stream.receive(event, started_ns)
-        if isinstance(action, Count):
-            action = await self._count(stream, messages, action)
+    def _answer(self, stream: Stream, action: Action, started_ns: int) -> _Reply:
+        """The reply that `action` asks for."""
         match action:
             case Continue():
-                return wire.CONTINUE, False
+                return _CONTINUE
             case Route(admit, body):
-                return self._admit(stream, admit, body, started_ns), False
+                return self._admit(stream, admit, body, started_ns)
             case Refuse(reject):
-                return self._refuse(stream, reject, started_ns), True
+                return self._refuse(stream, reject, started_ns)
             case Pass(bypass):
-                self._metrics.passed()
-                return wire.passed(bypass, policy_version=self._desk.policy.version), False
+                return _Reply(wire.passed(bypass, policy_version=self._desk.policy.version), tell=self._metrics.passed)
             case PassPart(part):
-                return wire.PASS[part], False
+                return _Reply(wire.PASS[part])
             case Count() | Tokenize() | Done():
                 raise AssertionError(f"{action} is no reply")
 
@@ -208,60 +227,66 @@ class Servicer:
             event = Faulted(fault)
         return stream.receive(event, time.monotonic_ns())
 
-    def _admit(self, stream: Stream, admit: Admit, body: bytes | None, started_ns: int) -> bytes:
+    def _admit(self, stream: Stream, admit: Admit, body: bytes | None, started_ns: int) -> _Reply:
         reservation, demand = admit.reservation, admit.demand
         self._book.made(admit)
-        _log.info(
-            "admit",
-            request_id=_request_id(stream),
-            ticket=reservation.ticket,
-            model=demand.model,
-            lane=reservation.lane,
-            replica=reservation.replica,
-            input_tokens=demand.input_tokens,
-            max_output_tokens=demand.max_output_tokens,
-            sequences=demand.sequences,
-            reserved_tokens=reservation.reserve_tokens,
-            decision_us=self._decided(started_ns),
-        )
-        busy = retry_after(admit.busy_retry_ns, _jitter_ppm())
-        return wire.admitted(
+        message = wire.admitted(
             admit,
             body,
             attempts=self._attempts,
             policy_version=self._desk.policy.version,
-            busy_retry_s=busy.header_s,
+            busy_retry_s=retry_after(admit.busy_retry_ns, _jitter_ppm()).header_s,
         )
+        decided_ns = time.monotonic_ns() - started_ns
 
-    def _refuse(self, stream: Stream, reject: Reject, started_ns: int) -> bytes:
-        self._metrics.refused(reject.lane, reject.reason, reject.demand)
+        def tell() -> None:
+            self._metrics.admitted(reservation.lane, demand)
+            self._metrics.decided(decided_ns / NS_PER_S)
+            _log.info(
+                "admit",
+                request_id=_request_id(stream),
+                ticket=reservation.ticket,
+                model=demand.model,
+                lane=reservation.lane,
+                replica=reservation.replica,
+                input_tokens=demand.input_tokens,
+                max_output_tokens=demand.max_output_tokens,
+                sequences=demand.sequences,
+                reserved_tokens=reservation.reserve_tokens,
+                decision_us=decided_ns // NS_PER_US,
+            )
+
+        return _Reply(message, tell=tell)
+
+    def _refuse(self, stream: Stream, reject: Reject, started_ns: int) -> _Reply:
         answer = rejection.answer(
             reject,
             policy_version=self._desk.policy.version,
             request_id=_request_id(stream),
             jitter_ppm=_jitter_ppm(),
         )
-        _log.info(
-            "refuse",
-            request_id=_request_id(stream),
-            reason=reject.reason,
-            status=answer.status,
-            lane=reject.lane,
-            input_tokens=None if reject.demand is None else reject.demand.input_tokens,
-            reserve_tokens=None if reject.demand is None else reject.demand.reserve_tokens,
-            decision_us=self._decided(started_ns),
-        )
-        return wire.refused(answer, reject.reason)
+        message = wire.refused(answer, reject.reason)
+        decided_ns = time.monotonic_ns() - started_ns
 
-    def _decided(self, started_ns: int) -> int:
-        """Record the time of a verdict; returns it in microseconds."""
-        taken_ns = time.monotonic_ns() - started_ns
-        self._metrics.decided(taken_ns / NS_PER_S)
-        return taken_ns // 1000
+        def tell() -> None:
+            self._metrics.refused(reject.lane, reject.reason, reject.demand)
+            self._metrics.decided(decided_ns / NS_PER_S)
+            _log.info(
+                "refuse",
+                request_id=_request_id(stream),
+                reason=reject.reason,
+                status=answer.status,
+                lane=reject.lane,
+                input_tokens=None if reject.demand is None else reject.demand.input_tokens,
+                reserve_tokens=None if reject.demand is None else reject.demand.reserve_tokens,
+                decision_us=decided_ns // NS_PER_US,
+            )
+
+        return _Reply(message, final=True, tell=tell)
 
 
 def _jitter_ppm() -> int:
-    return random.randrange(PPM)  # noqa: S311 (spreads retries, guards nothing)
+    return int(random.random() * PPM)  # noqa: S311 (spreads retries, guards nothing)
 
 
 def _request_id(stream: Stream) -> str:

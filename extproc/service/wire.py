@@ -1,7 +1,9 @@
 """The wire: Envoy's ext_proc messages to the core's events, the core's actions to reply bytes.
 
 Only `raw_value` of a header is read by Envoy. A header mutation travels with every routing reply, because Envoy
-ignores `clear_route_cache` without one. Replies that never differ are built once.
+ignores `clear_route_cache` without one. Replies that never differ are built once, and so are headers and metadata
+that recur: serialized messages joined are the merged message (protobuf's encoding), so a reply is put together from
+their bytes, in a fraction of the time that building each part takes.
 
 xds-protos and Envoy 1.40 disagree on field 11 of ProcessingResponse, so no reply sets it.
 """
@@ -9,10 +11,12 @@ xds-protos and Envoy 1.40 disagree on field 11 of ProcessingResponse, so no repl
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from types import MappingProxyType
 
 from envoy.config.core.v3 import base_pb2
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
+from google.protobuf import struct_pb2
 
 from extproc.core import names
 from extproc.core.rejection import Answer
@@ -22,19 +26,8 @@ from extproc.core.values import Admit, Bypass, Lane, RequestHead
 REQUEST_ID_CHARS_MAX = 256
 """A client may choose the request id; longer ones are cut in logs and bodies. Envoy's own have 36."""
 
-_USED_HEADERS = frozenset(
-    {
-        ":method",
-        ":path",
-        "content-type",
-        "content-length",
-        "content-encoding",
-        "upgrade",
-        "x-request-id",
-        "prefer",
-        names.INTENT_HEADER,
-    }
-)
+PARTS_KEPT_MAX = 4096
+"""Serialized headers and metadata kept, of some 100 bytes each; what recurs is far less."""
 
 
 class WireError(Exception):
@@ -64,21 +57,23 @@ def _head(message: pb.HttpHeaders) -> RequestHead:
     found: dict[str, str] = {}
     for header in message.headers.headers:
         key = header.key
-        if key in _USED_HEADERS:
+        if key in names.READ_HEADERS:
             value = (header.raw_value or header.value.encode()).decode("utf-8", "replace")
             # A repeated header is one list, as HTTP has it: a second content-encoding cannot hide.
             found[key] = f"{found[key]}, {value}" if key in found else value
-    length = found.get("content-length", "")
+    get = found.get
+    length = get("content-length", "")
+    intent, prefer = get(names.INTENT_HEADER), get("prefer")
     return RequestHead(
-        method=found.get(":method", ""),
-        path=found.get(":path"),
-        end_of_stream=message.end_of_stream,
-        request_id=found.get("x-request-id", "")[:REQUEST_ID_CHARS_MAX],
-        content_type=found.get("content-type", ""),
-        content_encoding=found.get("content-encoding", ""),
+        get(":method", ""),
+        get(":path"),
+        message.end_of_stream,
+        request_id=get("x-request-id", "")[:REQUEST_ID_CHARS_MAX],
+        content_type=get("content-type", ""),
+        content_encoding=get("content-encoding", ""),
         content_length_bytes=int(length) if length.isascii() and length.isdigit() else None,
         upgrade="upgrade" in found,
-        lowered=_lowered(found.get(names.INTENT_HEADER, ""), found.get("prefer", "")),
+        lowered=(intent is not None or prefer is not None) and _lowered(intent or "", prefer or ""),
     )
 
 
@@ -115,14 +110,18 @@ def admitted(admit: Admit, body: bytes | None, *, attempts: int, policy_version:
     `busy_retry_s` is the Retry-After for a client whose request the engine turns away.
     """
     reservation, demand = admit.reservation, admit.demand
+    headers = [
+        (names.LANE_HEADER, reservation.lane.value),
+        (names.POOL_HEADER, admit.pool),
+        (names.DESTINATION_HEADER, ",".join((admit.address,) * attempts)),
+    ]
     reply = pb.ProcessingResponse()
     common = reply.request_body.response
-    _route(common, reservation.lane, admit.pool)
-    mutation = common.header_mutation
-    _set(mutation, names.DESTINATION_HEADER, ",".join((admit.address,) * attempts))
+    common.clear_route_cache = True
     if body is not None:
         common.body_mutation.body = body
-        _set(mutation, "content-length", str(len(body)))
+        headers.append(("content-length", str(len(body))))
+    common.header_mutation.MergeFromString(_headers(headers))
     _annotate(
         reply,
         (
@@ -132,10 +131,10 @@ def admitted(admit: Admit, body: bytes | None, *, attempts: int, policy_version:
             ("reserved_tokens", str(reservation.reserve_tokens)),
             ("queue_ms", "0"),
             ("policy", policy_version),
-            (names.METADATA_TICKET, reservation.ticket),
             (names.METADATA_DESTINATION, admit.address),
             (names.METADATA_RETRY_AFTER, str(busy_retry_s)),
         ),
+        ticket=reservation.ticket,
     )
     return _bytes(reply)
 
@@ -143,7 +142,11 @@ def admitted(admit: Admit, body: bytes | None, *, attempts: int, policy_version:
 def passed(bypass: Bypass, *, policy_version: str) -> bytes:
     """Reply to the header message of a request that carries no tokens."""
     reply = pb.ProcessingResponse()
-    _route(reply.request_headers.response, Lane.BYPASS, bypass.pool)
+    common = reply.request_headers.response
+    common.clear_route_cache = True
+    common.header_mutation.MergeFromString(
+        _headers(((names.LANE_HEADER, Lane.BYPASS.value), (names.POOL_HEADER, bypass.pool)))
+    )
     _annotate(
         reply,
         (
@@ -165,23 +168,32 @@ def refused(answer: Answer, reason: str, *, details: str = "tokenlane") -> bytes
     immediate.status.code = answer.status
     immediate.body = answer.body
     immediate.details = f"{details}_{reason}"
-    for key, value in answer.headers:
-        _set(immediate.headers, key, value)
+    immediate.headers.MergeFromString(_headers(answer.headers))
     _annotate(reply, ((names.METADATA_REASON, reason),))
     return _bytes(reply)
 
 
-def _route(common: pb.CommonResponse, lane: Lane, pool: str) -> None:
-    common.clear_route_cache = True
-    _set(common.header_mutation, names.LANE_HEADER, lane.value)
-    _set(common.header_mutation, names.POOL_HEADER, pool)
+def _headers(headers: Iterable[tuple[str, str]]) -> bytes:
+    """A serialized HeaderMutation that sets `headers`."""
+    return b"".join([_header(key, value) for key, value in headers])
 
 
-def _set(mutation: pb.HeaderMutation, key: str, value: str) -> None:
-    mutation.set_headers.add(header=base_pb2.HeaderValue(key=key, raw_value=value.encode()))
+@lru_cache(PARTS_KEPT_MAX)
+def _header(key: str, value: str) -> bytes:
+    option = base_pb2.HeaderValueOption(header=base_pb2.HeaderValue(key=key, raw_value=value.encode()))
+    serialized: bytes = pb.HeaderMutation(set_headers=[option]).SerializeToString()
+    return serialized
 
 
-def _annotate(reply: pb.ProcessingResponse, values: Iterable[tuple[str, str]]) -> None:
-    fields = reply.dynamic_metadata.fields[names.METADATA_NAMESPACE].struct_value.fields
-    for key, value in values:
-        fields[key].string_value = value
+def _annotate(reply: pb.ProcessingResponse, values: Iterable[tuple[str, str]], *, ticket: str | None = None) -> None:
+    """Write the metadata of a verdict; no ticket recurs, so that one is never kept."""
+    namespace = reply.dynamic_metadata.fields[names.METADATA_NAMESPACE].struct_value
+    namespace.MergeFromString(b"".join([_value(key, value) for key, value in values]))
+    if ticket is not None:
+        namespace.fields[names.METADATA_TICKET].string_value = ticket
+
+
+@lru_cache(PARTS_KEPT_MAX)
+def _value(key: str, value: str) -> bytes:
+    serialized: bytes = struct_pb2.Struct(fields={key: struct_pb2.Value(string_value=value)}).SerializeToString()
+    return serialized

@@ -35,7 +35,7 @@ def _desk(**changes: Any) -> Desk:
 
 
 def _demand(input_tokens: int, output_tokens: int) -> Demand:
-    return Demand("m", (input_tokens,), output_tokens, output_tokens, 1)
+    return Demand("m", input_tokens, output_tokens, output_tokens, 1)
 
 
 def _head(**changes: Any) -> RequestHead:
@@ -190,6 +190,22 @@ def test_retry_after_is_the_shortfall_over_the_rate() -> None:
 
     # 22,400 are available on each, so 10,000 are missing.
     assert (Reason.TOKEN_BUDGET_EXHAUSTED, NS_PER_S) == (reject.reason, reject.retry_ns)
+
+
+def test_the_delay_is_that_of_the_first_replica_with_room() -> None:
+    """A replica at its hard cap and one that is short of tokens are both waited for; the sooner one is predicted."""
+    chat = {
+        "chat-0": replica(9101, requests_max=1, release_tokens_per_s=100),
+        "chat-1": replica(9102, release_tokens_per_s=100),
+    }
+    desk = _desk(chat=chat)
+    desk.ledger.reserve("capped", "chat-0", Lane.INTERACTIVE, 1_000, 0)
+    desk.ledger.reserve("short", "chat-1", Lane.INTERACTIVE, 86_400, 0)
+    reject = desk.decide(_demand(100, 100), 0)
+
+    # The request on chat-0 ends after 10 s; chat-1 has released 200 tokens after 2.
+    assert isinstance(reject, Reject)
+    assert (Reason.CONCURRENCY_LIMIT, 2 * NS_PER_S) == (reject.reason, reject.retry_ns)
 
 
 def test_foresees_a_refusal_from_bounds() -> None:

@@ -10,7 +10,7 @@ from tests.policies import policy
 
 
 def _demand(input_tokens: int, output_tokens: int, *, lowered: bool = False) -> Demand:
-    return Demand("m", (input_tokens,), output_tokens, output_tokens, 1, lowered)
+    return Demand("m", input_tokens, output_tokens, output_tokens, 1, lowered)
 
 
 @pytest.mark.parametrize(
@@ -33,8 +33,8 @@ def test_boundaries(input_tokens: int, output_tokens: int, lowered: bool, expect
 def test_all_prompts_and_sequences_count() -> None:
     """A list of prompts is classified by the sum of its inputs, several sequences by the sum of their ceilings."""
     model = policy().models["m"]
-    many = Demand("m", (2000, 2000, 97), 1, 3, 3)
-    sequences = Demand("m", (10,), 513, 1026, 2)
+    many = Demand("m", 4097, 1, 3, 3)
+    sequences = Demand("m", 10, 513, 1026, 2)
 
     assert (Lane.BULK, Lane.BULK) == (classify(many, model), classify(sequences, model))
 

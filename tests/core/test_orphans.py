@@ -29,7 +29,7 @@ def _left(ticket: str, replica: str = "chat-0", reserve_tokens: int = 86_400, ad
 
 
 def _demand(reserve_tokens: int) -> Demand:
-    return Demand("m", (reserve_tokens - 1,), 1, 1, 1)
+    return Demand("m", reserve_tokens - 1, 1, 1, 1)
 
 
 def _stream(desk: Desk, state: State) -> Stream:

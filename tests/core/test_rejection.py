@@ -36,7 +36,7 @@ def test_retry_headers_follow_the_status(reason: Reason) -> None:
 
 def test_one_body_for_both_sdks() -> None:
     """The body is one object with type, error and request_id; counts are in details and headers."""
-    demand = Demand("m", (5, 6), 10, 40, 4)
+    demand = Demand("m", 11, 10, 40, 4)
     _, headers, body = _answer(
         Reject(
             Reason.CONTEXT_LIMIT,

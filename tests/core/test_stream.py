@@ -42,9 +42,9 @@ BODY = b'{"prompt": 1}'
 HEAD = HeadArrived(RequestHead("POST", "/v1/completions", end_of_stream=False, content_type="application/json"))
 MODELS = HeadArrived(RequestHead("GET", "/v1/models", end_of_stream=True))
 UNKNOWN = HeadArrived(RequestHead("GET", "/", end_of_stream=True))
-BOUNDED = Bounded(Demand("m", (10,), 20, 20, 1), Demand("m", (900,), 20, 20, 1))
-COUNTED = Counted(Demand("m", (100,), 20, 20, 1), body=b"{}")
-TOO_MUCH = Counted(Demand("m", (60_001,), 20, 20, 1), body=None)
+BOUNDED = Bounded(Demand("m", 10, 20, 20, 1), Demand("m", 900, 20, 20, 1))
+COUNTED = Counted(Demand("m", 100, 20, 20, 1), body=b"{}")
+TOO_MUCH = Counted(Demand("m", 60_001, 20, 20, 1), body=None)
 FAULTED = Faulted(Fault(Reason.MALFORMED_REQUEST, "no"))
 TRAILERS = PartArrived(Part.RESPONSE_TRAILERS)
 EVENTS: tuple[Event, ...] = (

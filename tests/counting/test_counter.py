@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extproc.core.values import Demand, Fault, Reason
+from extproc.core.stream import Counted
+from extproc.core.values import Fault, Reason
 from extproc.counting import Counter, Draft, TokenizerError
 from extproc.counting.tokenizer import context_tokens
 from tests.counting.models import CHAT, COMPLETIONS, QWEN3, counted, outcome, policy, status, user
@@ -336,9 +337,10 @@ def test_sequences_multiply_output_and_not_input(counter: Counter) -> None:
 def test_prompts_multiply_both(counter: Counter) -> None:
     """Each prompt of a list is input of its own, with n sequences each."""
     body = {"prompt": [[791, 4062], [15339, 1917, 0]], "n": 2, "max_tokens": 10}
-    demand = counted(counter, body, COMPLETIONS).demand
+    found = counted(counter, body, COMPLETIONS)
+    demand = found.demand
 
-    assert ((2, 3), 40, 4) == (demand.prompts_tokens, demand.output_tokens, demand.sequences)
+    assert ((2, 3), 5, 40, 4) == (found.prompts_tokens, demand.input_tokens, demand.output_tokens, demand.sequences)
 
 
 def test_several_prompts_write_the_largest_clamped_ceiling(counter: Counter) -> None:
@@ -366,7 +368,7 @@ def test_prompt_shapes_are_told_apart_as_the_engine_does(
     prompt: list[Any] | str, lengths: tuple[int, ...], counter: Counter
 ) -> None:
     """Strings are texts where all are strings; whatever else coerces to integers is one prompt of ids."""
-    assert lengths == counted(counter, {"prompt": prompt}, COMPLETIONS).demand.prompts_tokens
+    assert lengths == counted(counter, {"prompt": prompt}, COMPLETIONS).prompts_tokens
 
 
 @pytest.mark.parametrize(("keep", "tokens"), [(5, 5), (100, HI_TOKENS), (-1, HI_TOKENS)])
@@ -406,9 +408,10 @@ def test_intent_only_lowers(fields: dict[str, Any], argument: bool, lowered: boo
 # --- bounds and threads
 
 
-def _check_bounds(draft: Draft, demand: Demand) -> None:
+def _check_bounds(draft: Draft, found: Counted) -> None:
     """The exact count of every prompt is within its bounds, and so is the whole demand."""
-    each = zip(draft.low_tokens, demand.prompts_tokens, draft.high_tokens, strict=True)
+    demand = found.demand
+    each = zip(draft.low_tokens, found.prompts_tokens, draft.high_tokens, strict=True)
     assert all(low <= exact <= high for low, exact, high in each)
     bounds = draft.bounds()
     if bounds is not None:
@@ -428,9 +431,8 @@ def test_draft_bounds_hold_for_completions(counter: Counter, texts: list[str], n
     """The exact count lies within the draft's bounds and the run ceilings are not below theirs."""
     body = {"model": "clamp", "prompt": texts, "n": n, "max_tokens": asked}
     draft = counter.read(COMPLETIONS, json.dumps(body).encode())
-    demand = counter.count_now(draft).demand
 
-    _check_bounds(draft, demand)
+    _check_bounds(draft, counter.count_now(draft))
 
 
 @settings(deadline=None, max_examples=150)
@@ -444,7 +446,7 @@ def test_draft_bounds_and_rewrite_hold_for_chats(counter: Counter, texts: list[s
     result = counter.count_now(draft)
     demand = result.demand
 
-    _check_bounds(draft, demand)
+    _check_bounds(draft, result)
     after = json.loads(body if result.body is None else result.body)
     effective = after.pop("max_completion_tokens", None)
     assert demand.max_output_tokens == (after["max_tokens"] if effective is None else effective)

@@ -30,7 +30,7 @@ def test_body_is_counted_as_the_engine_counts_it(case: dict[str, Any], counter: 
 
     assert case["status"] == status(result)
     if not isinstance(result, Fault):
-        assert tuple(case["prompts_tokens"]) == result.demand.prompts_tokens
+        assert tuple(case["prompts_tokens"]) == result.prompts_tokens
         assert case["max_output_tokens"] in {None, result.demand.max_output_tokens}
 
 
@@ -83,7 +83,7 @@ def test_recorded_bodies_and_tool_schemas_are_counted_exactly(shared: Path, coun
             continue
         demand = result.demand
         ceilings = [tokens for tokens in expected["max_tokens"] if tokens is not None]
-        same_input = expected["status"] == 200 and expected["n_tokens"] == list(demand.prompts_tokens)
+        same_input = expected["status"] == 200 and expected["n_tokens"] == list(result.prompts_tokens)
         if not same_input or max(ceilings, default=demand.max_output_tokens) != demand.max_output_tokens:
             wrong.append((name, str(demand)))
 

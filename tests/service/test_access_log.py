@@ -33,7 +33,7 @@ class _Stage:
         self.desk.set_ready("chat-1", ready=True)
         self.metrics = Metrics(self.desk)
         for _ in range(3):
-            verdict = self.desk.decide(Demand("m", (90,), 10, 10, 1), 0)
+            verdict = self.desk.decide(Demand("m", 90, 10, 10, 1), 0)
             assert isinstance(verdict, Admit)
             assert RESERVED == verdict.address
         self.log = AccessLog(self.desk, Book(self.metrics, journal), self.metrics)

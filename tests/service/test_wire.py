@@ -149,7 +149,7 @@ def test_empty_message() -> None:
 
 
 def _admit() -> Admit:
-    demand = Demand("m", (14_000,), 2_000, 4_000, 2)
+    demand = Demand("m", 14_000, 2_000, 4_000, 2)
     return Admit(Reservation("i-1", "docs-0", Lane.BULK, 18_000, 0), "docs", "10.0.0.1:8000", demand, 0)
 
 
