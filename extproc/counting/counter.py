@@ -155,7 +155,7 @@ class Counter:
 
     async def count(self, draft: Draft) -> Counted:
         """Count exactly, off the event loop; Fault where the exact count does not fit, or nothing can count it."""
-        if self.is_quick(draft):
+        if not draft.prompts.texts:
             return self.count_now(draft)
         return _counted(draft, await self._submit(functools.partial(self._tokenize, draft)))
 
@@ -165,12 +165,16 @@ class Counter:
         except RuntimeError as error:  # the pool takes no more work
             raise _tokenizer_unavailable() from error
 
-    def is_quick(self, draft: Draft) -> bool:
-        """Whether counting takes no longer than an event loop can spare."""
+    def reads_quickly(self, body: bytes) -> bool:
+        """Whether `read` takes no longer than an event loop can spare; else `read_large` is there."""
+        return len(body) <= READ_BYTES_QUICK
+
+    def counts_quickly(self, draft: Draft) -> bool:
+        """Whether `count_now` takes no longer than an event loop can spare; else `count` is there."""
         return sum(map(len, draft.prompts.texts)) <= self._backend(draft).inline_chars_max
 
     def count_now(self, draft: Draft) -> Counted:
-        """The same in this thread."""
+        """`count` in this thread."""
         return _counted(draft, self._tokenize(draft) if draft.prompts.texts else draft.prompts.lengths)
 
     def _backend(self, draft: Draft) -> Backend:

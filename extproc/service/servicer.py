@@ -40,7 +40,6 @@ from extproc.core.stream import (
 )
 from extproc.core.values import Admit, Fault, Reason, Reject
 from extproc.counting import Counter
-from extproc.counting.counter import READ_BYTES_QUICK
 from extproc.service import wire
 from extproc.service.book import Book
 from extproc.service.metrics import Metrics
@@ -206,7 +205,7 @@ class Servicer:
         """Count the body, unless its size alone leads to a refusal."""
         event: Event
         try:
-            if len(action.body) <= READ_BYTES_QUICK:
+            if self._counter.reads_quickly(action.body):
                 draft = self._counter.read(action.endpoint, action.body, lowered=action.lowered)
             else:
                 reading = self._counter.read_large(action.endpoint, action.body, lowered=action.lowered)
@@ -216,7 +215,7 @@ class Servicer:
                 foreseen = stream.receive(Bounded(*bounds), time.monotonic_ns())
                 if isinstance(foreseen, Refuse):
                     return foreseen
-            if self._counter.is_quick(draft):
+            if self._counter.counts_quickly(draft):
                 event = self._counter.count_now(draft)
             else:
                 event = await messages.during(self._counter.count(draft))

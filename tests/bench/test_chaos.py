@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 import orjson
 import pytest
@@ -35,8 +34,8 @@ from bench.chaos.watch import Watch
 from extproc.core import rejection
 from extproc.core.values import Reason, Reject
 from extproc.demo.engine_tokens import exact_counter
+from extproc.demo.stack import QWEN3_DIR
 
-QWEN3_DIR = Path(__file__).parents[2] / "extproc" / "demo" / "qwen3"
 ADDRESS = "127.0.0.1:9"
 RULES = Rules({ADDRESS: "chat-0"}, response_s_max=8)
 SHOT = Shot(number=3, at_ms=0, kind=Kind.CHAT_STREAM, words=20, max_tokens=5, leave=None)

@@ -7,7 +7,7 @@ processes.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +20,12 @@ from extproc.core.admission import Desk
 from extproc.core.values import Ending
 from extproc.demo.engine_process import EngineProcess, start_engines, stop_engines
 from extproc.demo.envoy_process import EnvoyProcess, free_ports
+from extproc.demo.stack import QWEN3_DIR
 from extproc.envoy_config import Addresses, bootstrap
 from extproc.service.server import Options, Server
 from extproc.settings import PolicySection, freeze
 from tests.policies import document, replica
 
-QWEN3_DIR = str(Path(__file__).parents[2] / "extproc" / "demo" / "qwen3")
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 
@@ -81,6 +81,16 @@ class Mesh:
         return loop.time() - started
 
 
+async def until(condition: Callable[[], bool], within_s: float = 10.0) -> float:
+    """Wait for `condition`; returns how long that took in seconds."""
+    loop = asyncio.get_running_loop()
+    started_s = loop.time()
+    while not condition():
+        assert loop.time() - started_s < within_s, "the condition did not come true"
+        await asyncio.sleep(0.0005)
+    return loop.time() - started_s
+
+
 def chat(content: str = "Hello", max_tokens: int | None = 16, **more: Any) -> dict[str, Any]:
     """A chat body of one user message."""
     ceiling = {} if max_tokens is None else {"max_tokens": max_tokens}
@@ -131,7 +141,7 @@ async def mesh(
         **changes,
     }
     content = document(**sections)
-    content["models"] = {"qwen3": {**content["models"].pop("m"), "tokenizer_dir": QWEN3_DIR}}
+    content["models"] = {"qwen3": {**content["models"].pop("m"), "tokenizer_dir": str(QWEN3_DIR)}}
     policy = freeze(PolicySection.model_validate(content), Path())
     assert policy.faults() == []
     server = Server(policy, Options(listen=("127.0.0.1:0",), admin_port=0, **(options or {})))

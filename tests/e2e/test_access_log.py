@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 
 from extproc.core.values import ResponseEnd
-from tests.e2e.mesh import COMPLETIONS, Mesh, ids, mesh
+from tests.e2e.mesh import COMPLETIONS, Mesh, ids, mesh, until
 from tests.e2e.test_orphans import log_running_often
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(60)]
@@ -78,14 +78,6 @@ def _ends(chain: Mesh) -> dict[ResponseEnd, int]:
     }
 
 
-async def _until(condition: Callable[[], bool]) -> None:
-    loop = asyncio.get_running_loop()
-    deadline_s = loop.time() + 10
-    while not condition():
-        assert loop.time() < deadline_s
-        await asyncio.sleep(0.005)
-
-
 @pytest.mark.parametrize("name", ENDS)
 async def test_ends(chain: Mesh, name: str) -> None:
     """Each way in which a response can end is counted under its name, once."""
@@ -93,7 +85,7 @@ async def test_ends(chain: Mesh, name: str) -> None:
     before = _ends(chain)
     await act(chain)
     await chain.until_free()
-    await _until(lambda: sum(_ends(chain).values()) > sum(before.values()))
+    await until(lambda: sum(_ends(chain).values()) > sum(before.values()))
 
     assert {**before, end: before[end] + 1} == _ends(chain)
 
@@ -121,13 +113,13 @@ async def test_another_replica_serves() -> None:
                 return int(response.status)
 
         running = asyncio.create_task(post())
-        await _until(lambda: accounts["chat-1"].active_tokens == 120)
+        await until(lambda: accounts["chat-1"].active_tokens == 120)
         assert 0 == accounts["chat-0"].active_tokens
         assert 1 == (await chain.control("chat-1"))["running"]
         await chain.control("chat-1", hold=False)
         assert 200 == await running
         await chain.until_free()
-        await _until(lambda: value("tokenlane_replica_mismatches_total") == 1)
+        await until(lambda: value("tokenlane_replica_mismatches_total") == 1)
 
         assert 0 == chain.reserved_tokens
         assert {"settled": 1, "released": 0, "expired": 0} == chain.ended()

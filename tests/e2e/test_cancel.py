@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import orjson
 import pytest
 import pytest_asyncio
 
-from tests.e2e.mesh import CHAT, Mesh, chat, mesh
+from tests.e2e.mesh import CHAT, Mesh, chat, mesh, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -26,15 +26,6 @@ async def chain() -> AsyncIterator[Mesh]:
     """One chain whose engine holds answers, for all tests of this module."""
     async with mesh(engine={"decode_tokens_per_s": 200}, options={"tokenizer_threads": 1}) as running:
         yield running
-
-
-async def _until(condition: Callable[[], bool], within_s: float = 5.0) -> float:
-    loop = asyncio.get_running_loop()
-    started = loop.time()
-    while not condition():
-        assert loop.time() - started < within_s, "the phase was not reached"
-        await asyncio.sleep(0.0005)
-    return loop.time() - started
 
 
 class _Client:
@@ -64,29 +55,29 @@ class _Client:
 async def _gone(chain: Mesh) -> float:
     """Time until the service holds nothing of the request: no tokens, no stream, no intake."""
     desk = chain.desk
-    return await _until(lambda: not desk.ledger.open and desk.streams == 0 and desk.intake_bytes == 0)
+    return await until(lambda: not desk.ledger.open and desk.streams == 0 and desk.intake_bytes == 0)
 
 
 async def _upload(chain: Mesh, client: _Client) -> None:
     await client.send(chat("x" * 10_000), part_bytes=5_000)
-    await _until(lambda: chain.desk.streams == 1)
+    await until(lambda: chain.desk.streams == 1)
 
 
 async def _before_body(chain: Mesh, client: _Client) -> None:
     await client.send(chat("x" * 10_000), part_bytes=0)
-    await _until(lambda: chain.desk.streams == 1)
+    await until(lambda: chain.desk.streams == 1)
 
 
 async def _tokenize(chain: Mesh, client: _Client) -> None:
     # What the last client left in the only thread is done first, so that it does not take the processor from Envoy.
     await asyncio.get_running_loop().run_in_executor(chain.server._counter._pool, int)
     await client.send(chat(LONG_TEXT))
-    await _until(lambda: chain.desk.intake_bytes > 0)
+    await until(lambda: chain.desk.intake_bytes > 0)
 
 
 async def _before_first_byte(chain: Mesh, client: _Client) -> None:
     await client.send(chat("hold"))
-    await _until(lambda: len(chain.desk.ledger.open) == 1)
+    await until(lambda: len(chain.desk.ledger.open) == 1)
     while (await chain.control("chat-0"))["running"] == 0:  # noqa: ASYNC110 (the engine is another process)
         await asyncio.sleep(0.001)
 
@@ -138,7 +129,7 @@ async def test_many_leave_at_once(chain: Mesh) -> None:
             await client.send(chat("stream", max_tokens=1000, stream=True))
         else:
             await client.send(chat("whole", max_tokens=1000))
-    await _until(lambda: len(chain.desk.ledger.open) == 40)
+    await until(lambda: len(chain.desk.ledger.open) == 40)
     for client in clients:
         client.leave()
 

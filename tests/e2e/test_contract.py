@@ -20,7 +20,7 @@ import pytest_asyncio
 
 from extproc.core.rejection import RULES, Retry
 from extproc.core.values import Reason
-from tests.e2e.mesh import CHAT, COMPLETIONS, Mesh, chat, ids, mesh
+from tests.e2e.mesh import CHAT, COMPLETIONS, Mesh, chat, ids, mesh, until
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(60)]
 
@@ -73,13 +73,6 @@ async def chain() -> AsyncIterator[Mesh]:
         tune=_hasten,
     ) as running:
         yield running
-
-
-async def _until(condition: Callable[[], bool], within_s: float = 10.0) -> None:
-    deadline = asyncio.get_running_loop().time() + within_s
-    while not condition():
-        assert asyncio.get_running_loop().time() < deadline
-        await asyncio.sleep(0.002)
 
 
 REQUEST_ID = 'id-"1"-\\'
@@ -198,7 +191,7 @@ async def _counting(chain: Mesh) -> AsyncIterator[None]:
         await ended.wait()
         return await count(draft)
 
-    with patch.object(counter, "count", slow_count), patch.object(counter, "is_quick", return_value=False):
+    with patch.object(counter, "count", slow_count), patch.object(counter, "counts_quickly", return_value=False):
         task = asyncio.create_task(post(ids(55_000), COMPLETIONS)(chain))
         await asyncio.wait_for(begun.wait(), 5)
     try:
@@ -230,12 +223,12 @@ async def _undecided(chain: Mesh) -> AsyncIterator[None]:
 async def _unready(chain: Mesh) -> AsyncIterator[None]:
     """The only replica of pool `chat` says that it is not healthy."""
     await chain.control("chat-0", health=503)
-    await _until(lambda: not chain.desk.ledger.accounts["chat-0"].ready)
+    await until(lambda: not chain.desk.ledger.accounts["chat-0"].ready)
     try:
         yield
     finally:
         await chain.control("chat-0", health=200)
-        await _until(lambda: chain.desk.ledger.accounts["chat-0"].ready)
+        await until(lambda: chain.desk.ledger.accounts["chat-0"].ready)
 
 
 @asynccontextmanager
@@ -248,7 +241,7 @@ async def _between_probes(chain: Mesh) -> AsyncIterator[None]:
         if not chain.engines["chat-0"].running:
             await asyncio.to_thread(chain.engines["chat-0"].start)
         await chain.server._prober.start()
-        await _until(lambda: chain.desk.ledger.accounts["chat-0"].ready)
+        await until(lambda: chain.desk.ledger.accounts["chat-0"].ready)
 
 
 @asynccontextmanager
@@ -316,7 +309,7 @@ async def _draining(chain: Mesh) -> AsyncIterator[None]:
     """The service stops, as on SIGTERM, and waits for a response that still runs."""
     async with held("chat-0", ids(10, 6))(chain):
         drained = asyncio.create_task(chain.server.drain())
-        await _until(lambda: chain.desk.draining)
+        await until(lambda: chain.desk.draining)
         yield
     await drained
 
@@ -540,7 +533,7 @@ async def test_every_reason(chain: Mesh, case: Case) -> None:
         before = await _position(chain)
         answer = await case.send(chain)
         tickets = case.reserved_tokens > 0
-        await _until(lambda: _held_by(chain) == before.held)
+        await until(lambda: _held_by(chain) == before.held)
         after = await _position(chain)
 
     assert case.reason.value == answer.headers["x-llm-reason"][0]

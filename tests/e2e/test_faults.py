@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,11 +30,12 @@ from extproc.counting.counter import Draft
 from extproc.demo.engine_process import EngineProcess
 from extproc.demo.envoy_process import EnvoyProcess, free_ports
 from extproc.demo.service_process import ServiceProcess
+from extproc.demo.stack import QWEN3_DIR
 from extproc.envoy_config import Addresses, bootstrap
 from extproc.envoy_config.clusters import HTTP_OPTIONS, TOKENLANE_CLUSTER
 from extproc.service import wire
 from extproc.settings import load_policy
-from tests.e2e.mesh import CHAT, COMPLETIONS, QWEN3_DIR, Mesh, chat, ids, mesh
+from tests.e2e.mesh import CHAT, COMPLETIONS, Mesh, chat, ids, mesh, until
 from tests.policies import document, replica
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -106,15 +107,9 @@ async def _served(chain: Mesh, body: dict[str, Any]) -> bool:
         return bool(response.status == 200)
 
 
-async def _until(condition: Callable[[], bool], within_s: float = 5.0) -> None:
-    async with asyncio.timeout(within_s):
-        while not condition():  # noqa: ASYNC110 (the desk has no event for what only a test asks)
-            await asyncio.sleep(0.002)
-
-
 async def _until_idle(chain: Mesh, within_s: float = 5.0) -> None:
     desk = chain.desk
-    await _until(lambda: not desk.ledger.open and desk.streams == 0 and desk.intake_bytes == 0, within_s)
+    await until(lambda: not desk.ledger.open and desk.streams == 0 and desk.intake_bytes == 0, within_s)
 
 
 async def _requests_total(chain: Mesh, engine: str = "chat-0") -> int:
@@ -197,7 +192,7 @@ async def test_exception_in_the_access_log(chain: Mesh, monkeypatch: pytest.Monk
         patch.setattr(chain.server._access_log, "_take", take)
         served = [await _served(chain, chat(stream=True)) for _ in range(3)]
         await _until_idle(chain)
-        await _until(lambda: bool(taken))
+        await until(lambda: bool(taken))
     before = logged()
 
     assert [True] * 3 == served
@@ -263,7 +258,7 @@ async def test_keepalive_holds_a_stream(wide: Mesh) -> None:
     async with asyncio.TaskGroup() as group:
         await wide.control("chat-0", hold=True)
         served = group.create_task(_served(wide, ids(5)))
-        await _until(lambda: len(wide.desk.ledger.open) == 1)
+        await until(lambda: len(wide.desk.ledger.open) == 1)
         connections = await asyncio.to_thread(wide.envoy.stats, "cluster.tokenlane.upstream_cx")
         await asyncio.sleep(15 * PING_INTERVAL_S)
         held = wide.reserved_tokens
@@ -282,7 +277,7 @@ async def test_a_thousand_held(wide: Mesh) -> None:
     await wide.control("chat-0", hold=True)
     async with asyncio.TaskGroup() as group:
         served = [group.create_task(_served(wide, ids(5, max_tokens=4))) for _ in range(HELD)]
-        await _until(lambda: len(wide.desk.ledger.open) == HELD, within_s=30)
+        await until(lambda: len(wide.desk.ledger.open) == HELD, within_s=30)
         held = wide.reserved_tokens, wide.desk.streams
         await wide.control("chat-0", hold=False)
 
@@ -335,7 +330,7 @@ async def test_circuit_breaker() -> None:
     async with mesh(tune=tune) as chain:
         await chain.control("chat-0", hold=True)
         tasks = [asyncio.create_task(answer(chain)) for _ in range(20)]
-        await _until(lambda: sum(task.done() for task in tasks) + len(chain.desk.ledger.open) == 20)
+        await until(lambda: sum(task.done() for task in tasks) + len(chain.desk.ledger.open) == 20)
         held = len(chain.desk.ledger.open)
         await chain.control("chat-0", hold=False)
         answers = sorted(await asyncio.gather(*tasks))
@@ -416,7 +411,7 @@ async def _apart(directory: Path, ping_s: float | None = None) -> AsyncIterator[
         docs={"docs-0": replica(ports[1])},
         limits={"decision_s_max": DECISION_S_MAX},
     )
-    content["models"] = {"qwen3": {**content["models"].pop("m"), "tokenizer_dir": QWEN3_DIR}}
+    content["models"] = {"qwen3": {**content["models"].pop("m"), "tokenizer_dir": str(QWEN3_DIR)}}
     path = directory / "policy.yaml"
     path.write_text(yaml.safe_dump(content))
     address = f"127.0.0.1:{service_port}"

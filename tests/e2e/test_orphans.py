@@ -6,7 +6,7 @@ import asyncio
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from types import TracebackType
@@ -20,11 +20,12 @@ from extproc.core.admission import EXPIRY_SLACK_NS
 from extproc.core.values import Lane, Reservation
 from extproc.demo.engine_process import EngineProcess
 from extproc.demo.envoy_process import EnvoyProcess, free_ports
+from extproc.demo.stack import QWEN3_DIR
 from extproc.envoy_config import Addresses, bootstrap
 from extproc.service.journal import Journal
 from extproc.service.server import Options, Server
 from extproc.settings import load_policy
-from tests.e2e.mesh import COMPLETIONS, QWEN3_DIR, Mesh, ids, mesh
+from tests.e2e.mesh import COMPLETIONS, Mesh, ids, mesh, until
 from tests.policies import document, policy, replica
 
 BUDGET_TOKENS = 90
@@ -36,7 +37,7 @@ def _policy_file(directory: Path, engine_port: int) -> Path:
     lane = {"pool": "chat", "input_tokens_max": 30, "output_tokens_max": 60}
     content = document(
         chat={"chat-0": replica(engine_port, gross_tokens=100)},
-        model={"tokenizer_dir": QWEN3_DIR, "lanes": {"interactive": lane}},
+        model={"tokenizer_dir": str(QWEN3_DIR), "lanes": {"interactive": lane}},
     )
     del content["pools"]["docs"]
     content["pools"]["chat"]["probe"] = {"interval_s": 0.05, "timeout_s": 2}
@@ -186,7 +187,7 @@ async def test_sigterm_hands_over(tmp_path: Path) -> None:
 
 async def test_an_orphan_without_an_end_expires(tmp_path: Path) -> None:
     """What was adopted and never ends stands until the longest response would have, counted from its admission."""
-    section = policy(model={"tokenizer_dir": QWEN3_DIR}, limits={"response_s_max": 1})
+    section = policy(model={"tokenizer_dir": str(QWEN3_DIR)}, limits={"response_s_max": 1})
     stands_ns = section.limits.response_ns_max + EXPIRY_SLACK_NS
     path = tmp_path / "journal"
     journal = Journal(path, lambda: None)
@@ -198,7 +199,7 @@ async def test_an_orphan_without_an_end_expires(tmp_path: Path) -> None:
     server = Server(section, Options(listen=("127.0.0.1:0",), admin_port=0, journal=path))
     await server.start()
     try:
-        await _until(lambda: len(server.desk.ledger.open) == 1)
+        await until(lambda: len(server.desk.ledger.open) == 1)
         assert {"old-2"} == set(server.desk.orphans)
         assert 300 == server.desk.ledger.accounts["chat-0"].active_tokens
         value = server.metrics.registry.get_sample_value
@@ -264,16 +265,8 @@ def log_running_often(config: dict[str, Any]) -> None:
     chain["filters"][0]["typed_config"]["access_log_options"]["access_log_flush_interval"] = "0.1s"
 
 
-async def _until(condition: Callable[[], bool], within_s: float = 10.0) -> None:
-    loop = asyncio.get_running_loop()
-    deadline_s = loop.time() + within_s
-    while not condition():
-        assert loop.time() < deadline_s
-        await asyncio.sleep(0.005)
-
-
 async def _until_orphans(chain: Mesh, count: int) -> None:
-    await _until(lambda: len(chain.desk.orphans) == count)
+    await until(lambda: len(chain.desk.orphans) == count)
 
 
 async def test_a_lost_connection_ends_nothing() -> None:

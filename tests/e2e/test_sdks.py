@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -25,7 +25,7 @@ import openai
 import pytest
 import pytest_asyncio
 
-from tests.e2e.mesh import COMPLETIONS, Mesh, chat, ids, mesh
+from tests.e2e.mesh import COMPLETIONS, Mesh, chat, ids, mesh, until
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(60)]
 
@@ -98,13 +98,6 @@ async def _openai(chain: Mesh, max_retries: int = 2) -> AsyncIterator[tuple[open
         yield client, attempts
 
 
-async def _until(condition: Callable[[], bool], within_s: float = 10.0) -> None:
-    deadline = asyncio.get_running_loop().time() + within_s
-    while not condition():
-        assert asyncio.get_running_loop().time() < deadline
-        await asyncio.sleep(0.002)
-
-
 def _refusals(chain: Mesh) -> int:
     samples = [s for metric in chain.server.metrics.registry.collect() for s in metric.samples]
     return sum(int(s.value) for s in samples if s.name == "tokenlane_refused_requests_total")
@@ -127,7 +120,7 @@ async def _occupied(chain: Mesh, engine: str, body: Mapping[str, Any]) -> AsyncI
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(occupy())
         tasks.create_task(release())
-        await _until(lambda: bool(chain.desk.ledger.open))
+        await until(lambda: bool(chain.desk.ledger.open))
         try:
             yield released
         finally:
@@ -136,7 +129,7 @@ async def _occupied(chain: Mesh, engine: str, body: Mapping[str, Any]) -> AsyncI
 
 
 async def _until_refused(chain: Mesh, count: int) -> None:
-    await _until(lambda: _refusals(chain) >= count)
+    await until(lambda: _refusals(chain) >= count)
 
 
 @asynccontextmanager
@@ -145,11 +138,11 @@ async def _unready(chain: Mesh) -> AsyncIterator[None]:
     account = chain.desk.ledger.accounts["chat-0"]
     await chain.control("chat-0", health=503)
     try:
-        await _until(lambda: not account.ready)
+        await until(lambda: not account.ready)
         yield
     finally:
         await chain.control("chat-0", health=200)
-        await _until(lambda: account.ready)
+        await until(lambda: account.ready)
 
 
 async def test_openai_answer(chain: Mesh) -> None:

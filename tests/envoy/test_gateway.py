@@ -106,6 +106,20 @@ async def test_bypass_has_its_own_route(gateway: Gateway, client: httpx.AsyncCli
     assert answer.headers["x-llm-replica"] in gateway.engine_addresses
 
 
+async def test_only_what_is_read_reaches_the_service(gateway: Gateway, client: httpx.AsyncClient) -> None:
+    """Envoy forwards the headers that a verdict depends on, so no credentials leave it; the engine gets them all."""
+    admitting(gateway, 0)
+    secrets = {"authorization": "Bearer secret", "cookie": "session=secret", "x-api-key": "secret"}
+    answer = await client.post(
+        f"{gateway.url}{PATH}", content=b"{}", headers={**secrets, "content-type": "application/json", "prefer": "x"}
+    )
+    assert gateway.service is not None
+    (seen,) = gateway.service.seen
+
+    assert {":method", ":path", "content-length", "content-type", "prefer", "x-request-id"} == seen.keys()
+    assert secrets.items() <= {name.lower(): value for name, value in answer.json()["headers"].items()}.items()
+
+
 async def test_client_copies_of_our_headers_vanish(gateway: Gateway, client: httpx.AsyncClient) -> None:
     """Neither the service nor the engine sees a client's x-llm-*, destination or priority headers."""
     admitting(gateway, 0)

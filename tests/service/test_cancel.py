@@ -16,6 +16,7 @@ from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from extproc.core.admission import Desk
 from extproc.core.values import Ending
 from extproc.counting import Counter
+from extproc.demo.stack import QWEN3_DIR
 from extproc.service.book import Book
 from extproc.service.metrics import Metrics
 from extproc.service.servicer import Servicer
@@ -25,7 +26,6 @@ from tests.policies import document, replica
 STREAMS = 10_000
 AT_ONCE = 100
 STEPS_MAX = 30
-QWEN3_DIR = str(Path(__file__).parents[2] / "extproc" / "demo" / "qwen3")
 
 TEXT = orjson.dumps({"model": "m", "messages": [{"role": "user", "content": "a short question"}], "max_tokens": 8})
 IDS = orjson.dumps({"model": "m", "prompt": [9] * 50, "max_tokens": 8})
@@ -85,7 +85,7 @@ async def test_every_stream_ends_clean(seed: int) -> None:
     """Wherever a stream is cut, admissions = endings, and tokens, streams and intake are 0."""
     content = document(chat={"chat-0": replica(9101, gross_tokens=2_000, requests_max=40)})
     content["models"]["m"].update(
-        tokenizer_dir=QWEN3_DIR, lanes={"interactive": {"pool": "chat", "input_tokens_max": 500}}
+        tokenizer_dir=str(QWEN3_DIR), lanes={"interactive": {"pool": "chat", "input_tokens_max": 500}}
     )
     policy = freeze(PolicySection.model_validate(content), Path())
     desk = Desk(policy, "i")

@@ -19,12 +19,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from extproc.demo.engine_process import EngineProcess
 from extproc.demo.envoy_process import EnvoyProcess, free_ports
+from extproc.demo.stack import QWEN3_DIR
 from extproc.envoy_config import Addresses, bootstrap
 from extproc.service.health import LIVENESS_NAME, READINESS_NAMES
 from extproc.settings import load_policy
 from tests.policies import document, replica
 
-QWEN3_DIR = str(Path(__file__).parents[2] / "extproc" / "demo" / "qwen3")
 READY_S_MAX = 30
 
 
@@ -32,7 +32,11 @@ def _policy_file(directory: Path, port: int) -> Path:
     content = document(
         chat={"chat-0": replica(port)},
         docs={"docs-0": replica(port + 1 if port < 65535 else 1)},
-        model={"tokenizer_dir": QWEN3_DIR, "context_tokens_max": 200_000, "lanes": {"interactive": {"pool": "chat"}}},
+        model={
+            "tokenizer_dir": str(QWEN3_DIR),
+            "context_tokens_max": 200_000,
+            "lanes": {"interactive": {"pool": "chat"}},
+        },
     )
     del content["pools"]["docs"]
     content["pools"]["chat"]["probe"] = {"interval_s": 0.05}
