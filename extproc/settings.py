@@ -179,7 +179,11 @@ class PolicySection(_Section):
     pools: dict[Label, PoolSection] = Field(min_length=1, description="by name")
     models: dict[Name, ModelSection] = Field(min_length=1, description="by the name the engine serves it under")
     default_model: Name | None = Field(None, description="model of a request that names none; absent: 400")
-    endpoints: list[core.Endpoint] = Field(list(core.Endpoint), min_length=1, description="POST paths that are open")
+    endpoints: list[core.Endpoint] = Field(
+        [core.Endpoint.CHAT_COMPLETIONS, core.Endpoint.COMPLETIONS],
+        min_length=1,
+        description="POST paths that are open",
+    )
     bypass: list[BypassSection] = Field([], description="requests without tokens that may pass")
 
 

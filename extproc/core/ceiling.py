@@ -26,7 +26,8 @@ class Ceiling:
     """What bounds the output of one sequence before the prompt is known, in tokens.
 
     `asked_tokens` is the client's; where it is None `default_tokens` holds, and None there means all the context
-    that the prompt leaves. `field` names the body field for messages, `model` the policy's model.
+    that the prompt leaves. `field` names the body field for messages, `model` the policy's model. Where `generates` is
+    False nothing runs but the prompt, which may fill the context.
     """
 
     field: str
@@ -35,6 +36,7 @@ class Ceiling:
     context_tokens_max: int
     over_context: OverContext
     model: str | None = None
+    generates: bool = True
 
     def check(self) -> None:
         """Raise Fault for a ceiling that no prompt could make right."""
@@ -53,6 +55,10 @@ class Ceiling:
     def check_input(self, input_tokens: int, *, exact: bool = True) -> None:
         """Raise Fault when a prompt of `input_tokens`, or of at least that many if not `exact`, cannot run."""
         asked = self.asked_tokens or 0
+        if not self.generates:
+            if input_tokens > self.context_tokens_max:
+                raise self._too_long(input_tokens, "input", input_tokens)
+            return
         if input_tokens >= self.context_tokens_max:
             note = "no room for output" if exact else "a lower bound of the input, by its size"
             raise self._too_long(input_tokens, note, input_tokens)
@@ -60,7 +66,9 @@ class Ceiling:
             raise self._too_long(input_tokens + asked, f"{input_tokens} input + {asked} permitted output", input_tokens)
 
     def run_tokens(self, input_tokens: int) -> int:
-        """The ceiling one sequence runs with after a prompt of `input_tokens`, at least 1."""
+        """The ceiling one sequence runs with after a prompt of `input_tokens`, at least 1 where it generates."""
+        if not self.generates:
+            return 0
         left = max(1, self.context_tokens_max - input_tokens)
         bound = self.default_tokens if self.asked_tokens is None else self.asked_tokens
         return left if bound is None else min(bound, left)

@@ -33,7 +33,19 @@ class Endpoint(StrEnum):
     """Request paths whose bodies can be counted."""
 
     CHAT_COMPLETIONS = "/v1/chat/completions"
+    CHAT_COMPLETIONS_BATCH = "/v1/chat/completions/batch"
     COMPLETIONS = "/v1/completions"
+    RESPONSES = "/v1/responses"
+    MESSAGES = "/v1/messages"
+    COUNT_TOKENS = "/v1/messages/count_tokens"
+    GENERATE = "/generate"
+    EMBEDDINGS = "/v1/embeddings"
+    RERANK = "/rerank"
+    RERANK_V1 = "/v1/rerank"
+    RERANK_V2 = "/v2/rerank"
+    SCORE = "/score"
+    SCORE_V1 = "/v1/score"
+    CLASSIFY = "/classify"
 
 
 @unique
@@ -41,6 +53,8 @@ class EngineName(StrEnum):
     """Engine profiles: whose rules turn a body into prompts and ceilings."""
 
     VLLM = "vllm"
+    SGLANG = "sglang"
+    TGI = "tgi"
 
 
 @unique

@@ -25,9 +25,10 @@ from extproc.core.ceiling import Ceiling, Run, run
 from extproc.core.policy import Endpoint, Model, Policy, TokenizerBackend
 from extproc.core.stream import Counted
 from extproc.core.values import Demand, Fault, Reason
-from extproc.counting import vllm
 from extproc.counting.body import append_field, parse, replace_field
 from extproc.counting.fields import malformed
+from extproc.counting.profiles import PROFILES
+from extproc.counting.request import Asked, Prompts, Tools
 from extproc.counting.template import ChatTemplate
 from extproc.counting.tokenizer import Backend, Loaded, TokenizerError, load
 
@@ -54,9 +55,9 @@ class Draft:
     low_tokens: tuple[int, ...]
     high_tokens: tuple[int, ...]
     body: bytes = field(repr=False)
-    asked: vllm.Asked
+    asked: Asked
     ceiling: Ceiling
-    prompts: vllm.Prompts = field(repr=False)
+    prompts: Prompts = field(repr=False)
     kept_tokens: int
     lowered: bool
 
@@ -85,7 +86,7 @@ class Draft:
 @dataclass(frozen=True, slots=True)
 class _Prepared:
     loaded: Loaded
-    templates: dict[str, ChatTemplate]
+    tools: Tools
 
 
 class Counter:
@@ -116,19 +117,18 @@ class Counter:
         document = parse(body)
         model = self._model(document.get("model"))
         prepared = self._prepared[model.name]
-        default_tokens = model.default_ceiling_tokens
-        if endpoint is Endpoint.CHAT_COMPLETIONS:
-            asked, render = vllm.read_chat(document, prepared.templates)
-        else:
-            asked, render = vllm.read_completion(document, prepared.loaded.token_id_max)
-            default_tokens = vllm.COMPLETION_DEFAULT_TOKENS
+        reader = PROFILES[model.engine].get(endpoint)
+        if reader is None:
+            raise Fault(Reason.UNKNOWN_ENDPOINT, "the engine of this model has no such endpoint")
+        asked, render = reader(document, prepared.tools)
         ceiling = Ceiling(
             asked.ceiling_field,
             asked.output_tokens,
-            default_tokens,
+            model.default_ceiling_tokens if asked.default_tokens is None else asked.default_tokens,
             model.context_tokens_max,
             model.over_context,
             model.name,
+            asked.generates,
         )
         ceiling.check()
         kept_tokens = _kept_tokens(asked, model)
@@ -145,7 +145,7 @@ class Counter:
             ceiling=ceiling,
             prompts=prompts,
             kept_tokens=kept_tokens,
-            lowered=lowered or document.get("service_tier") == "flex",
+            lowered=lowered or asked.lowered,
         )
 
     async def read_large(self, endpoint: Endpoint, body: bytes, *, lowered: bool = False) -> Draft:
@@ -211,7 +211,7 @@ def _prepare(tokenizer_dir: str, backend: TokenizerBackend) -> _Prepared:
         templates = {name: ChatTemplate(source, loaded.special_tokens) for name, source in loaded.templates.items()}
     except jinja2.TemplateError as error:
         raise TokenizerError(f"{directory}: the chat template does not compile: {error}") from error
-    return _Prepared(loaded, templates)
+    return _Prepared(loaded, Tools(templates, loaded.token_id_max))
 
 
 def _tokenizer_unavailable() -> Fault:
@@ -232,7 +232,7 @@ def _counted(draft: Draft, prompts_tokens: Sequence[int]) -> Counted:
     return Counted(demand, _written(draft, ran.max_output_tokens), tokens)
 
 
-def _bounds(prompts: vllm.Prompts, loaded: Loaded, kept_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _bounds(prompts: Prompts, loaded: Loaded, kept_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Fewest and most tokens of each prompt; equal where ids were given."""
     low, high = list(prompts.lengths), list(prompts.lengths)
     for text in prompts.texts:
@@ -258,7 +258,7 @@ def _utf8_bytes(text: str) -> int:
         raise malformed("the prompt holds text that is not valid Unicode", "messages") from None
 
 
-def _kept_tokens(asked: vllm.Asked, model: Model) -> int:
+def _kept_tokens(asked: Asked, model: Model) -> int:
     """Tokens of a prompt that survive `truncate_prompt_tokens`; more than any prompt has where it is not used.
 
     -1 keeps what fits: all the context but the asked ceiling, or but one token.
@@ -279,7 +279,8 @@ def _written(draft: Draft, max_output_tokens: int) -> bytes | None:
     Several prompts share one field: it holds the largest of their ceilings, and the engine clamps each by itself.
     """
     asked = draft.asked
-    if asked.output_tokens is not None and asked.output_tokens <= max_output_tokens:
+    if not asked.generates or (asked.output_tokens is not None and asked.output_tokens <= max_output_tokens):
         return None
-    change = append_field if asked.written_is_new else replace_field
-    return change(draft.body, asked.written_field, max_output_tokens)
+    if asked.written_is_new and len(asked.written) == 1:
+        return append_field(draft.body, asked.written[0], max_output_tokens)
+    return replace_field(draft.body, asked.written, max_output_tokens)

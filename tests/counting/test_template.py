@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from extproc.core.values import Fault, Reason
-from extproc.counting.chat import conversation, tools_as_rendered
 from extproc.counting.template import Chat, ChatTemplate
+from extproc.counting.vllm.conversation import conversation, tools_as_rendered
 
 PLAIN = "{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}{% if add_generation_prompt %}>{% endif %}"
 TRIMMING = "{% for m in messages %}[{{ m.content | trim }}]{% endfor %}"

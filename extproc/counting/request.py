@@ -1,0 +1,58 @@
+"""What a profile makes of a request body: the prompts that run, and what bounds their output.
+
+A profile is one engine's rules: a table of readers by endpoint. A reader checks a parsed body as the engine would and
+returns `Read`; whatever the engine would refuse, and whatever would run something else than was counted, is a Fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from extproc.counting.template import ChatTemplate
+
+
+class Prompts(NamedTuple):
+    """What runs: texts to tokenize, or lengths of prompts that came as ids; one of the two is empty."""
+
+    texts: tuple[str, ...]
+    lengths: tuple[int, ...]
+    add_special_tokens: bool
+
+
+class Asked(NamedTuple):
+    """What a checked body asks for besides its prompts.
+
+    `output_tokens` is the client's ceiling, in `ceiling_field`; where it is None a default holds: `default_tokens`, or
+    the policy's where that is None too. A ceiling written to the field at `written` (keys from the outside in) is the
+    one that the engine obeys; `written_is_new` when the body does not have that field yet. `truncate_tokens` keeps
+    that many tokens of a prompt; -1 keeps what the context has room for. Where `generates` is False nothing runs but
+    the prompt, and no ceiling is written. `lowered`: the body declares that bulk service is enough.
+    """
+
+    ceiling_field: str = ""
+    output_tokens: int | None = None
+    default_tokens: int | None = None
+    written: tuple[str, ...] = ()
+    written_is_new: bool = False
+    sequences_per_prompt: int = 1
+    min_tokens: int = 0
+    truncate_tokens: int | None = None
+    generates: bool = True
+    lowered: bool = False
+
+
+Read = tuple[Asked, Callable[[], Prompts]]
+"""A checked body, and what renders its prompts: the dear part, which may still raise Fault."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """What readers need of a model: its chat templates by name, and the largest id of a prompt of ids."""
+
+    templates: Mapping[str, ChatTemplate]
+    token_id_max: int
+
+
+Reader = Callable[[Mapping[str, Any], Tools], Read]

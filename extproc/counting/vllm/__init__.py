@@ -1,0 +1,14 @@
+"""vLLM's rules, by endpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from extproc.core.policy import Endpoint
+from extproc.counting.request import Reader
+from extproc.counting.vllm import chat, completions
+
+READERS: Mapping[Endpoint, Reader] = MappingProxyType(
+    {Endpoint.CHAT_COMPLETIONS: chat.read, Endpoint.COMPLETIONS: completions.read}
+)

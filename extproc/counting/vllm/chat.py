@@ -1,0 +1,159 @@
+"""POST /v1/chat/completions: messages and tools, rendered by the model's template."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from extproc.counting.fields import (
+    Check,
+    as_bool,
+    as_int,
+    as_list,
+    as_object,
+    as_str,
+    checked,
+    integer,
+    list_of,
+    malformed,
+    map_of,
+    nullable,
+    one_of,
+    refused,
+)
+from extproc.counting.request import Prompts, Read, Tools
+from extproc.counting.template import Chat, ChatTemplate
+from extproc.counting.vllm.conversation import conversation, tools_as_rendered
+from extproc.counting.vllm.rules import COMMON, REPLACES_PROMPT, SEQUENCES_MAX, asked, check_stream
+
+MESSAGES_MAX = 4096
+"""Messages of one chat. Each costs a few microseconds of the event loop to render; agents' histories hold hundreds."""
+
+TOOLS_MAX = 512
+"""Tools of one chat: four times what OpenAI accepts. Each costs some 20 us to render."""
+
+_RESERVED_TEMPLATE_VARIABLES = frozenset(
+    {
+        "chat_template",
+        "conversation",
+        "max_length",
+        "messages",
+        "model_config",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "tokenize",
+        "tokenizer",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    }
+)
+"""Names that a request's `chat_template_kwargs` may not set: arguments of the rendering itself."""
+
+
+def _template_variables(name: str, value: object) -> dict[str, object]:
+    variables = as_object(name, value)
+    for key in _RESERVED_TEMPLATE_VARIABLES.intersection(variables):
+        raise malformed(f"{name} cannot set {key}", f"{name}.{key}")
+    return variables
+
+
+FIELDS: Mapping[str, Check] = {
+    **COMMON,
+    "add_generation_prompt": as_bool,
+    "chat_template": refused(REPLACES_PROMPT),
+    "chat_template_kwargs": nullable(_template_variables),
+    "continue_final_message": as_bool,
+    "documents": nullable(list_of(map_of(as_str))),
+    "echo": as_bool,
+    "include_reasoning": as_bool,
+    "logprobs": nullable(as_bool),
+    "max_completion_tokens": nullable(as_int),
+    "messages": as_list,
+    "n": nullable(integer(1, SEQUENCES_MAX)),
+    "parallel_tool_calls": nullable(as_bool),
+    "reasoning_effort": nullable(one_of("none", "minimal", "low", "medium", "high", "xhigh", "max")),
+    "tools": nullable(as_list),
+    "top_logprobs": nullable(integer(-1)),
+}
+"""Fields of the request."""
+
+
+def read(body: Mapping[str, Any], model: Tools) -> Read:
+    """The rules of POST /v1/chat/completions."""
+    values = checked(body, FIELDS)
+    check_stream(body, values)
+    _check_top_logprobs(values)
+    messages, tools = values.get("messages"), values.get("tools")
+    if not isinstance(messages, list) or not messages:
+        raise malformed("messages must hold at least one message", "messages")
+    if len(messages) > MESSAGES_MAX:
+        raise malformed(f"messages holds more than {MESSAGES_MAX} messages", "messages")
+    _check_tools(tools, body.get("tool_choice"))
+    if values.get("continue_final_message") and values.get("add_generation_prompt", True):
+        raise malformed("continue_final_message needs add_generation_prompt set to false", "continue_final_message")
+    return asked(values, ("max_completion_tokens", "max_tokens")), lambda: _prompts(values, model.templates)
+
+
+def _check_top_logprobs(values: Mapping[str, object]) -> None:
+    if values.get("top_logprobs") and not values.get("logprobs"):
+        raise malformed("top_logprobs needs logprobs", "top_logprobs")
+
+
+def _check_tools(tools: object, choice: object) -> None:
+    """`tools` absent or at least one; `tool_choice` none, auto, required or the name of one of them."""
+    if tools is not None:
+        if not isinstance(tools, list) or not tools:
+            raise malformed("tools must hold at least one tool, or be left out", "tools")
+        if len(tools) > TOOLS_MAX:
+            raise malformed(f"tools holds more than {TOOLS_MAX} tools", "tools")
+    if choice is None or choice == "none":
+        return
+    if tools is None:
+        raise malformed("tool_choice needs tools", "tool_choice")
+    if choice in ("auto", "required"):
+        return
+    function = choice.get("function") if isinstance(choice, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str) or name not in _tool_names(tools):
+        raise malformed("tool_choice must be none, auto, required or one of the tools", "tool_choice")
+
+
+def _tool_names(tools: object) -> set[object]:
+    found: set[object] = set()
+    for tool in tools if isinstance(tools, list) else []:
+        function = tool.get("function") if isinstance(tool, dict) else None
+        name = function.get("name") if isinstance(function, dict) else None
+        if isinstance(name, str):
+            found.add(name)
+    return found
+
+
+def _prompts(values: Mapping[str, Any], templates: Mapping[str, ChatTemplate]) -> Prompts:
+    tools = values.get("tools")
+    template = templates.get("tool_use") if tools else None
+    template = template or templates.get("default")
+    if template is None:
+        raise malformed("this model has no chat template", "messages")
+    variables = dict(values.get("chat_template_kwargs") or {})
+    documents = values.get("documents")
+    if documents is None:
+        documents = variables.get("documents")
+    effort = values.get("reasoning_effort")
+    if effort is not None:
+        variables.setdefault("enable_thinking", effort != "none")
+        variables["reasoning_effort"] = effort
+    chat = Chat(
+        messages=conversation(
+            values["messages"], parts_as_list=template.parts_as_list, knows_developer=template.knows_developer
+        ),
+        tools=None if tools is None else tools_as_rendered(tools),
+        documents=documents,
+        add_generation_prompt=values.get("add_generation_prompt", True),
+        continue_final_message=values.get("continue_final_message", False),
+        variables=variables,
+    )
+    text = template.render(chat)
+    return Prompts((text,), (), add_special_tokens=values.get("add_special_tokens", False))

@@ -1,0 +1,51 @@
+"""POST /v1/completions: texts or ids as they are, without a template."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from extproc.counting.fields import Check, as_bool, checked, integer, malformed, nullable, refused
+from extproc.counting.request import Prompts, Read, Tools
+from extproc.counting.vllm.rules import COMMON, SEQUENCES_MAX, asked, check_stream, ids_length
+
+PROMPTS_MAX = 1024
+"""Prompts of one request: VLLM_MAX_COMPLETION_PROMPTS."""
+
+DEFAULT_TOKENS = 16
+"""Ceiling of a request that states none: OpenAI's and vLLM's documented default."""
+
+FIELDS: Mapping[str, Check] = {
+    **COMMON,
+    "echo": nullable(as_bool),
+    "logprobs": nullable(integer(-1)),
+    "n": integer(1, SEQUENCES_MAX),
+    "suffix": refused("needs a model that fills in the middle and is not accepted here"),
+}
+"""Fields without the prompt."""
+
+
+def read(body: Mapping[str, Any], tools: Tools) -> Read:
+    """The rules of POST /v1/completions."""
+    values = checked(body, FIELDS)
+    check_stream(body, values)
+    add_special_tokens = values.get("add_special_tokens") is not False
+    prompts = _prompts(body.get("prompt"), tools.token_id_max, add_special_tokens=add_special_tokens)
+    if values.get("echo") and values.get("max_tokens") == 0:
+        values["max_tokens"] = 1  # scoring: the engine generates one token all the same
+    return asked(values, ("max_tokens",), DEFAULT_TOKENS), lambda: prompts
+
+
+def _prompts(prompt: object, token_id_max: int, *, add_special_tokens: bool) -> Prompts:
+    """One text, a list of texts, one list of ids or a list of such lists."""
+    if isinstance(prompt, str) and prompt:
+        return Prompts((prompt,), (), add_special_tokens)
+    if not isinstance(prompt, list) or not prompt:
+        raise malformed("prompt must be a non-empty string, or a list of strings or token ids", "prompt")
+    if not isinstance(prompt[0], str | list) or len(set(map(type, prompt))) > 1:
+        return Prompts((), (ids_length(prompt, token_id_max),), add_special_tokens)
+    if len(prompt) > PROMPTS_MAX:
+        raise malformed(f"prompt holds more than {PROMPTS_MAX} prompts", "prompt")
+    if isinstance(prompt[0], str):
+        return Prompts(tuple(prompt), (), add_special_tokens)
+    return Prompts((), tuple(ids_length(ids, token_id_max) for ids in prompt), add_special_tokens)
