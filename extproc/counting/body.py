@@ -63,13 +63,19 @@ def append_field(body: bytes, name: str, number: int) -> bytes:
     return b'%b,"%b":%d%b' % (body[:end], name.encode(), number, body[end:])
 
 
-def replace_field(body: bytes, path: tuple[str, ...], number: int) -> bytes:
-    """`body` serialised again with the field at `path` set to `number`; all else keeps its value in `json.loads`."""
+def rewritten(body: bytes, path: tuple[str, ...], number: int, removed: tuple[str, ...] = ()) -> bytes:
+    """`body` serialised again with the field at `path`, if that is not empty, set to `number`, and without `removed`.
+
+    All else keeps its value in `json.loads`.
+    """
     document = json.loads(body.decode("utf-8-sig"))
+    for name in removed:
+        document.pop(name, None)
     section = document
     for key in path[:-1]:
         if section.get(key) is None:
             section[key] = {}
         section = section[key]
-    section[path[-1]] = number
+    if path:
+        section[path[-1]] = number
     return json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()

@@ -25,7 +25,7 @@ from extproc.core.ceiling import Ceiling, Run, run
 from extproc.core.policy import Endpoint, Model, Policy, TokenizerBackend
 from extproc.core.stream import Counted
 from extproc.core.values import Demand, Fault, Reason
-from extproc.counting.body import append_field, parse, replace_field
+from extproc.counting.body import append_field, parse, rewritten
 from extproc.counting.fields import malformed
 from extproc.counting.profiles import PROFILES
 from extproc.counting.request import Asked, Prompts, Tools
@@ -274,13 +274,14 @@ def _kept_tokens(asked: Asked, model: Model) -> int:
 
 
 def _written(draft: Draft, max_output_tokens: int) -> bytes | None:
-    """The body with `max_output_tokens` as its effective ceiling; None where it is that already.
+    """The body with `max_output_tokens` as its effective ceiling, without what is removed; None for the client's own.
 
     Several prompts share one field: it holds the largest of their ceilings, and the engine clamps each by itself.
     """
     asked = draft.asked
-    if not asked.generates or (asked.output_tokens is not None and asked.output_tokens <= max_output_tokens):
+    kept = not asked.generates or (asked.output_tokens is not None and asked.output_tokens <= max_output_tokens)
+    if kept and not asked.removed:
         return None
-    if asked.written_is_new and len(asked.written) == 1:
+    if asked.written_is_new and len(asked.written) == 1 and not asked.removed:
         return append_field(draft.body, asked.written[0], max_output_tokens)
-    return replace_field(draft.body, asked.written, max_output_tokens)
+    return rewritten(draft.body, () if kept else asked.written, max_output_tokens, asked.removed)

@@ -28,7 +28,8 @@ class Asked(NamedTuple):
     the policy's where that is None too. A ceiling written to the field at `written` (keys from the outside in) is the
     one that the engine obeys; `written_is_new` when the body does not have that field yet. `truncate_tokens` keeps
     that many tokens of a prompt; -1 keeps what the context has room for. Where `generates` is False nothing runs but
-    the prompt, and no ceiling is written. `lowered`: the body declares that bulk service is enough.
+    the prompt, and no ceiling is written. `lowered`: the body declares that bulk service is enough. `removed`
+    names the fields that the engine must not see.
     """
 
     ceiling_field: str = ""
@@ -41,6 +42,7 @@ class Asked(NamedTuple):
     truncate_tokens: int | None = None
     generates: bool = True
     lowered: bool = False
+    removed: tuple[str, ...] = ()
 
 
 Read = tuple[Asked, Callable[[], Prompts]]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.core.values import Fault, Reason
-from extproc.counting.body import JSON_DEPTH_MAX, append_field, parse, replace_field
+from extproc.counting.body import JSON_DEPTH_MAX, append_field, parse, rewritten
 
 KEYS = st.text(max_size=6) | st.sampled_from(["max_tokens", "max_completion_tokens", "n", "tools"])
 VALUES = st.recursive(
@@ -46,7 +46,7 @@ def test_replaced_field_changes_nothing_else(document: dict[str, Any], indent: i
     """A body serialised again differs for `json.loads` in the one field."""
     body = json.dumps({**document, "max_tokens": None}, indent=indent, ensure_ascii=ascii_only).encode()
 
-    assert {**json.loads(body), "max_tokens": 77} == json.loads(replace_field(body, ("max_tokens",), 77))
+    assert {**json.loads(body), "max_tokens": 77} == json.loads(rewritten(body, ("max_tokens",), 77))
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_replaced_field_changes_nothing_else(document: dict[str, Any], indent: i
 def test_replaced_field_keeps_odd_values(body: bytes) -> None:
     """Big integers, negative zero, infinities, NaN and the last of duplicate keys survive a rewrite."""
     before = json.loads(body)
-    after = json.loads(replace_field(body, ("max_tokens",), 5))
+    after = json.loads(rewritten(body, ("max_tokens",), 5))
 
     assert repr({**before, "max_tokens": 5}) == repr(after)
 

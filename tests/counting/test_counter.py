@@ -334,6 +334,19 @@ def test_sequences_multiply_output_and_not_input(counter: Counter) -> None:
     )
 
 
+@pytest.mark.parametrize("asked", [{"max_tokens": 50}, {}])
+def test_a_priority_never_reaches_the_engine(counter: Counter, asked: dict[str, int]) -> None:
+    """A client's priority is taken out of the body, whether or not a ceiling is written too; 0 is no priority."""
+    body = user(**asked, seed=7)
+    found = counted(counter, {**body, "priority": -10})
+    untouched = counted(counter, user(max_tokens=50, priority=0))
+
+    assert found.body is not None
+    ceiling = {} if asked else {"max_tokens": found.demand.max_output_tokens}
+    assert {**body, **ceiling} == json.loads(found.body)
+    assert untouched.body is None
+
+
 def test_prompts_multiply_both(counter: Counter) -> None:
     """Each prompt of a list is input of its own, with n sequences each."""
     body = {"prompt": [[791, 4062], [15339, 1917, 0]], "n": 2, "max_tokens": 10}

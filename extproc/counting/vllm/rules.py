@@ -167,6 +167,8 @@ def asked(values: Mapping[str, Any], names: tuple[str, ...], default_tokens: int
         min_tokens=values.get("min_tokens", 0),
         truncate_tokens=truncate,
         lowered=values.get("service_tier") == "flex",
+        # A client's priority would let its request pass those that were admitted before it.
+        removed=("priority",) if values.get("priority") else (),
     )
 
 
