@@ -78,6 +78,13 @@ _SECONDS = click.FloatRange(min=0)
     help="Threads that count large texts.",
 )
 @click.option(
+    "--tokenizer-processes",
+    default=1,
+    type=click.IntRange(0, 64),
+    show_default=True,
+    help="Processes that read and count large bodies; 0: threads do, and a hostile body can stall the service.",
+)
+@click.option(
     "--journal",
     type=click.Path(path_type=Path, dir_okay=False),
     help="File that keeps open reservations across a crash; on storage that outlives the process.",
@@ -90,6 +97,7 @@ def serve(  # noqa: PLR0913, PLR0917 (one parameter an option)
     drain_delay_s: float,
     drain_grace_s: float,
     tokenizer_threads: int,
+    tokenizer_processes: int,
     journal: Path | None,
     log_level: str,
 ) -> None:
@@ -97,7 +105,9 @@ def serve(  # noqa: PLR0913, PLR0917 (one parameter an option)
     logs.configure(log_level)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     host, _, port = admin.rpartition(":")
-    options = Options(listen, host, int(port), drain_delay_s, drain_grace_s, tokenizer_threads, journal)
+    options = Options(
+        listen, host, int(port), drain_delay_s, drain_grace_s, tokenizer_threads, tokenizer_processes, journal
+    )
     try:
         uvloop.run(_serve(Server(load_policy(policy), options)))
     except (PolicyError, TokenizerError, OSError, RuntimeError) as error:

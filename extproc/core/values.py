@@ -92,6 +92,14 @@ class Fault(Exception):  # noqa: N818 (a value of the domain that travels as an 
         self.details: Mapping[str, Detail] = details or {}
         self.model = model
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """As an exception that crosses processes."""
+        return _fault, (self.reason, self.message, self.param, dict(self.details), self.model)
+
+
+def _fault(reason: Reason, message: str, param: str | None, details: Mapping[str, Detail], model: str | None) -> Fault:
+    return Fault(reason, message, param=param, details=details, model=model)
+
 
 class RequestHead(NamedTuple):
     """The request line and the headers that a verdict may depend on, as Envoy forwards them.

@@ -31,6 +31,7 @@ from extproc.counting.profiles import PROFILES
 from extproc.counting.request import Asked, Prompts, Tools
 from extproc.counting.template import ChatTemplate
 from extproc.counting.tokenizer import Backend, Loaded, TokenizerError, load
+from extproc.counting.workers import Workers
 
 READ_BYTES_QUICK = 16_384
 """Larger bodies are read in a thread: 3 MB of tiny elements can take Python seconds to check and render, and a body
@@ -95,8 +96,9 @@ class Counter:
     Raises TokenizerError where a model's tokenizer or template cannot be used.
     """
 
-    def __init__(self, policy: Policy, *, threads: int = 2) -> None:
+    def __init__(self, policy: Policy, *, threads: int = 2, processes: int = 0) -> None:
         self._policy = policy
+        self._workers = Workers(functools.partial(Counter, policy, threads=1), processes) if processes else None
         models = policy.models.values()
         sources = {model.name: (model.tokenizer_dir, model.tokenizer_backend) for model in models}
         by_source = {source: _prepare(*source) for source in set(sources.values())}
@@ -148,6 +150,24 @@ class Counter:
             lowered=lowered or asked.lowered,
         )
 
+    def start_workers(self) -> None:
+        """Start the worker processes in the background; without a call, the first large body does."""
+        if self._workers is not None:
+            self._workers.start()
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether `count_apart` is there for bodies that are not read quickly; else `read_large` and `count` are."""
+        return self._workers is not None
+
+    async def count_apart(self, endpoint: Endpoint, body: bytes, *, lowered: bool = False) -> Counted:
+        """`read` and `count` in a worker process."""
+        assert self._workers is not None  # noqa: S101 (`has_workers` says so)
+        try:
+            return await self._workers.count(endpoint, body, lowered=lowered)
+        except RuntimeError as error:  # the worker died, or the pool takes no more work
+            raise _tokenizer_unavailable() from error
+
     async def read_large(self, endpoint: Endpoint, body: bytes, *, lowered: bool = False) -> Draft:
         """`read` in a thread: Python's own switching keeps an event loop running beside it."""
         reading = functools.partial(self.read, endpoint, body, lowered=lowered)
@@ -190,6 +210,8 @@ class Counter:
     def close(self) -> None:
         """Stop the threads; texts that wait for one are dropped."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+        if self._workers is not None:
+            self._workers.close()
 
     def _model(self, name: object) -> Model:
         if name is None or name == "":

@@ -57,6 +57,7 @@ class Options:
     drain_delay_s: float = 0.0
     drain_grace_s: float = 30.0
     tokenizer_threads: int = 2
+    tokenizer_processes: int = 0
     journal: Path | None = None
 
 
@@ -90,7 +91,10 @@ class Server:
         self._journal = None if options.journal is None else Journal(options.journal, self.metrics.journal_error)
         self._book = Book(self.metrics, self._journal)
         self._access_log = AccessLog(self.desk, self._book, self.metrics)
-        self._counter = await asyncio.to_thread(Counter, self._policy, threads=options.tokenizer_threads)
+        self._counter = await asyncio.to_thread(
+            Counter, self._policy, threads=options.tokenizer_threads, processes=options.tokenizer_processes
+        )
+        self._counter.start_workers()
         self._counter.warm()
         self.metrics.watch_tokenizers(self._counter)
         for model, backend in self._counter.backends().items():

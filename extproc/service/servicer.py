@@ -207,6 +207,9 @@ class Servicer:
         try:
             if self._counter.reads_quickly(action.body):
                 draft = self._counter.read(action.endpoint, action.body, lowered=action.lowered)
+            elif self._counter.has_workers:
+                counting = self._counter.count_apart(action.endpoint, action.body, lowered=action.lowered)
+                return stream.receive(await messages.during(counting), time.monotonic_ns())
             else:
                 reading = self._counter.read_large(action.endpoint, action.body, lowered=action.lowered)
                 draft = await messages.during(reading)

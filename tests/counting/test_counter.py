@@ -337,7 +337,7 @@ def test_sequences_multiply_output_and_not_input(counter: Counter) -> None:
 @pytest.mark.parametrize("asked", [{"max_tokens": 50}, {}])
 def test_a_priority_never_reaches_the_engine(counter: Counter, asked: dict[str, int]) -> None:
     """A client's priority is taken out of the body, whether or not a ceiling is written too; 0 is no priority."""
-    body = user(**asked, seed=7)
+    body = {**user(seed=7), **asked}
     found = counted(counter, {**body, "priority": -10})
     untouched = counted(counter, user(max_tokens=50, priority=0))
 

@@ -125,6 +125,32 @@ async def test_refuses_to_start(tmp_path: Path, content: dict[str, Any] | None, 
     assert b"Traceback" not in error
 
 
+def _children(pid: int) -> set[int]:
+    return set(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return "Z" != Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+
+
+async def test_a_killed_service_leaves_no_worker(tmp_path: Path) -> None:
+    """The processes that count large bodies end by themselves when the service is killed."""
+    options = ("--listen", f"unix:{tmp_path}/ext_proc.sock", "--admin", f"127.0.0.1:{free_ports(1)[0]}")
+    async with _serve(_policy_file(tmp_path, free_ports(1)[0]), *options, "--tokenizer-processes=2") as process:
+        await _lines_until(process, "ready")
+        workers = _children(process.pid)
+        process.kill()
+        await process.wait()
+        async with asyncio.timeout(READY_S_MAX):
+            while any(map(_alive, workers)):  # noqa: ASYNC110 (other processes)
+                await asyncio.sleep(0.01)
+
+    assert len(workers) >= 2
+
+
 @dataclass(frozen=True)
 class _Running:
     """A service process behind Envoy, and one streaming response that stands still after its first chunk."""

@@ -1,0 +1,96 @@
+"""Worker processes for large bodies: nothing of theirs holds the event loop, whose interpreter the parser would lock.
+
+Each worker loads the tokenizers of the policy for itself. It ends by itself when the service dies without a word, and
+gives way to the event loop where cores are short. A worker that dies takes the bodies of its pool with it, which are
+answered `tokenizer_unavailable`; the next body starts a new pool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copyreg
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.connection import wait
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from extproc.core.policy import Endpoint
+from extproc.core.stream import Counted
+
+if TYPE_CHECKING:
+    from extproc.counting.counter import Counter
+
+NICENESS = 5
+
+_counter: Counter | None = None
+
+
+def _read_only(values: dict[Any, Any]) -> MappingProxyType[Any, Any]:
+    return MappingProxyType(values)
+
+
+# Policies hold read-only mappings, which pickle does not know.
+copyreg.pickle(MappingProxyType, lambda mapping: (_read_only, (dict(mapping),)))
+
+
+class Workers:
+    """A pool of `processes` workers, each of which counts with what `make` returns there; started by the first body."""
+
+    def __init__(self, make: Callable[[], Counter], processes: int) -> None:
+        self._make = make
+        self._processes = processes
+        self._pool: ProcessPoolExecutor | None = None
+
+    def start(self) -> None:
+        """Start the workers now, in the background, so that no body waits for them."""
+        for _ in range(self._processes):
+            self._running().submit(os.getpid)
+
+    async def count(self, endpoint: Endpoint, body: bytes, *, lowered: bool) -> Counted:
+        """The exact count of `body`; Fault as from the counter, BrokenProcessPool when a worker died."""
+        pool = self._running()
+        try:
+            return await asyncio.get_running_loop().run_in_executor(pool, _count, endpoint, body, lowered)
+        except BrokenProcessPool:
+            if self._pool is pool:
+                self._pool = None
+            raise
+
+    def close(self) -> None:
+        """Stop the workers; bodies that wait for one are dropped."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _running(self) -> ProcessPoolExecutor:
+        if self._pool is None:
+            # Spawned: a fork would copy gRPC's threads and locks in the state they happen to be in.
+            context = multiprocessing.get_context("spawn")
+            self._pool = ProcessPoolExecutor(self._processes, context, initializer=_begin, initargs=(self._make,))
+        return self._pool
+
+
+def _begin(make: Callable[[], Counter]) -> None:
+    global _counter  # noqa: PLW0603 (what a worker process has instead of an object to hold it)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all processes; the service ends its workers
+    os.nice(NICENESS)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    _counter = make()
+    _counter.warm()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+
+def _count(endpoint: Endpoint, body: bytes, lowered: bool) -> Counted:
+    assert _counter is not None  # noqa: S101 (the initializer ran)
+    return _counter.count_now(_counter.read(endpoint, body, lowered=lowered))
