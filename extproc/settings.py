@@ -147,9 +147,9 @@ class ModelSection(_Section):
 
 
 class BypassSection(_Section):
-    """A request that carries no tokens and may pass."""
+    """A request that runs no tokens and may pass; a POST passes with its body, which nobody looks at."""
 
-    method: Literal["GET", "HEAD"] = Field("GET", description="exact method")
+    method: Literal["GET", "HEAD", "POST"] = Field("GET", description="exact method")
     path: RequestPath = Field(description="exact path, without a query")
     pool: Label = Field(description="pool that answers it")
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from extproc.core.drain import NS_PER_S, delay_ns
-from extproc.core.lanes import classify
+from extproc.core.lanes import classify, lane_reason
 from extproc.core.ledger import Account, Ledger
 from extproc.core.policy import Endpoint, LaneLimits, Model, Policy
 from extproc.core.values import (
@@ -68,7 +68,9 @@ class Desk:
         path = "" if head.path is None else head.path.partition("?")[0]
         bypass = self._bypass.get((head.method, path))
         if bypass is not None and not head.upgrade:
-            return bypass if head.end_of_stream else Reject(Reason.MALFORMED_REQUEST, "this request takes no body")
+            if head.method != "POST" and not head.end_of_stream:
+                return Reject(Reason.MALFORMED_REQUEST, "this request takes no body")
+            return bypass
         endpoint = self._paths.get(path) if head.method == "POST" and not head.upgrade else None
         if endpoint is None:
             return Reject(Reason.UNKNOWN_ENDPOINT, "there is no such endpoint here", details=self._endpoints())
@@ -138,7 +140,8 @@ class Desk:
         replica = account.replica
         reservation = self.ledger.reserve(self._next_ticket(), replica.name, limits.lane, tokens, now_ns)
         busy_retry_ns = delay_ns(tokens, replica.release_tokens_per_s)
-        return Admit(reservation, limits.pool, replica.address, demand, busy_retry_ns)
+        why = lane_reason(demand, model, limits.lane)
+        return Admit(reservation, limits.pool, replica.address, demand, why, busy_retry_ns)
 
     def foresee(self, least: Demand, most: Demand) -> Reject | None:
         """Verdict on a demand between `least` and `most` that is not counted yet; None where counting must decide.

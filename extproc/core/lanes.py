@@ -7,7 +7,7 @@ lower to, and one without an interactive lane serves everything as bulk.
 from __future__ import annotations
 
 from extproc.core.policy import Model
-from extproc.core.values import Demand, Lane
+from extproc.core.values import Demand, Lane, LaneReason
 
 
 def classify(demand: Demand, model: Model) -> Lane:
@@ -27,3 +27,9 @@ def classify(demand: Demand, model: Model) -> Lane:
     ):
         return Lane.BULK
     return Lane.OVERFLOW
+
+
+def lane_reason(demand: Demand, model: Model, lane: Lane) -> LaneReason:
+    """Why `demand` is in `lane`."""
+    lowered = demand.lowered and lane is not classify(demand._replace(lowered=False), model)
+    return LaneReason.INTENT if lowered else LaneReason.SIZE

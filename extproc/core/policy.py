@@ -48,6 +48,9 @@ class Endpoint(StrEnum):
     CLASSIFY = "/classify"
 
 
+_RUNNING_PATHS = frozenset(endpoint.value for endpoint in Endpoint)
+
+
 @unique
 class EngineName(StrEnum):
     """Engine profiles: whose rules turn a body into prompts and ceilings."""
@@ -228,6 +231,11 @@ class Policy:
             f"bypass {rule.method} {rule.path}: there is no pool {rule.pool}, so it would be answered 503"
             for rule in self.bypass
             if rule.pool not in self.pools
+        ]
+        found += [
+            f"bypass POST {rule.path}: this path runs tokens, so it must be counted; open it as an endpoint"
+            for rule in self.bypass
+            if rule.method == "POST" and rule.path in _RUNNING_PATHS
         ]
         if self.default_model is not None and self.model(self.default_model) is None:
             found.append(f"default_model {self.default_model} is not a model, so a request without one could not run")

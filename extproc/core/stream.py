@@ -91,6 +91,7 @@ class Written:
 class Part(Enum):
     """Parts of the HTTP exchange on which nothing depends; Envoy waits for an answer to each that it sends."""
 
+    REQUEST_BODY = auto()  # of a request that passed by its head
     REQUEST_TRAILERS = auto()
     RESPONSE_HEADERS = auto()
     RESPONSE_BODY = auto()
@@ -210,6 +211,7 @@ TRANSITIONS: Mapping[State, Mapping[type[Event], frozenset[State]]] = MappingPro
         },
         State.PASSED: {
             Written: frozenset({State.PASSED}),
+            BodyArrived: frozenset({State.PASSED}),
             PartArrived: frozenset({State.PASSED}),
             Ended: frozenset({State.ENDED}),
             Detached: frozenset({State.ENDED}),
@@ -261,6 +263,8 @@ class Stream:
                 return _CONTINUE, State.BODY
 
     def _body(self, event: BodyArrived, _now_ns: int) -> tuple[Action, State]:
+        if self.state is State.PASSED:
+            return PassPart(Part.REQUEST_BODY), State.PASSED
         assert self.head is not None  # noqa: S101 (the table lets no body come before the head)
         assert self._endpoint is not None  # noqa: S101 (nor after a head that did not ask for it)
         refused = self._desk.enter(len(event.body))

@@ -25,6 +25,14 @@ class Lane(StrEnum):
 
 
 @unique
+class LaneReason(StrEnum):
+    """Why a request is in its lane."""
+
+    SIZE = "size"  # its tokens
+    INTENT = "intent"  # it would fit a faster lane, but declared that bulk service is enough
+
+
+@unique
 class Reason(StrEnum):
     """Why a request was refused. `core.rejection` maps every member to a status and retry headers."""
 
@@ -155,14 +163,16 @@ class Reservation:
 class Admit:
     """Verdict: the request runs on `reservation.replica`, whose address is `address`, in `pool`.
 
-    `busy_retry_ns` is the time in which the replica releases as many tokens as this request reserved: when the engine
-    itself turns the request away, a retry before that is unlikely to fare better.
+    `lane_reason` says why it is in its lane. `busy_retry_ns` is the time in which the replica releases as many
+    tokens as this request reserved: when the engine itself turns the request away, a retry before that is unlikely
+    to fare better.
     """
 
     reservation: Reservation
     pool: str
     address: str
     demand: Demand
+    lane_reason: LaneReason
     busy_retry_ns: int
 
 

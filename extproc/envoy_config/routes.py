@@ -19,6 +19,7 @@ from extproc.envoy_config.replies import error_json, reply_headers
 
 METADATA_HEADERS = {
     "lane": "x-llm-lane",
+    "lane_reason": "x-llm-lane-reason",
     "input_tokens": "x-llm-input-tokens",
     "max_output_tokens": "x-llm-max-output-tokens",
     "reserved_tokens": "x-llm-reserved-tokens",

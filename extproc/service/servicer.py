@@ -250,6 +250,7 @@ class Servicer:
                 ticket=reservation.ticket,
                 model=demand.model,
                 lane=reservation.lane,
+                lane_reason=admit.lane_reason,
                 replica=reservation.replica,
                 input_tokens=demand.input_tokens,
                 max_output_tokens=demand.max_output_tokens,

@@ -94,6 +94,7 @@ CONTINUE = _bytes(pb.ProcessingResponse(request_headers=pb.HeadersResponse()))
 
 PASS: Mapping[Part, bytes] = MappingProxyType(
     {
+        Part.REQUEST_BODY: _bytes(pb.ProcessingResponse(request_body=pb.BodyResponse())),
         Part.REQUEST_TRAILERS: _bytes(pb.ProcessingResponse(request_trailers=pb.TrailersResponse())),
         Part.RESPONSE_HEADERS: _bytes(pb.ProcessingResponse(response_headers=pb.HeadersResponse())),
         Part.RESPONSE_BODY: _bytes(pb.ProcessingResponse(response_body=pb.BodyResponse())),
@@ -126,6 +127,7 @@ def admitted(admit: Admit, body: bytes | None, *, attempts: int, policy_version:
         reply,
         (
             (names.METADATA_LANE, reservation.lane.value),
+            ("lane_reason", admit.lane_reason.value),
             ("input_tokens", str(demand.input_tokens)),
             ("max_output_tokens", str(demand.max_output_tokens)),
             ("reserved_tokens", str(reservation.reserve_tokens)),

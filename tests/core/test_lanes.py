@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from extproc.core.lanes import classify
-from extproc.core.values import Demand, Lane
+from extproc.core.lanes import classify, lane_reason
+from extproc.core.values import Demand, Lane, LaneReason
 from tests.policies import policy
 
 
@@ -37,6 +37,19 @@ def test_all_prompts_and_sequences_count() -> None:
     sequences = Demand("m", 10, 513, 1026, 2)
 
     assert (Lane.BULK, Lane.BULK) == (classify(many, model), classify(sequences, model))
+
+
+@pytest.mark.parametrize(
+    ("input_tokens", "lowered", "lane", "expected"),
+    [
+        (4096, False, Lane.INTERACTIVE, LaneReason.SIZE),
+        (4096, True, Lane.BULK, LaneReason.INTENT),
+        (4097, True, Lane.BULK, LaneReason.SIZE),
+    ],
+)
+def test_lane_reason(input_tokens: int, lowered: bool, lane: Lane, expected: LaneReason) -> None:
+    """Intent is the reason only where it made a difference."""
+    assert expected == lane_reason(_demand(input_tokens, 1, lowered=lowered), policy().models["m"], lane)
 
 
 def test_without_bulk_intent_has_nothing_to_lower_to() -> None:

@@ -30,6 +30,10 @@ def _with_replicas(*replicas: Replica) -> Policy:
         (POLICY, None),
         (replace(POLICY, default_model="x"), "default_model x is not a model, so a request without one could not run"),
         (
+            replace(POLICY, bypass=(BypassRule("POST", "/v1/completions", "chat"),)),
+            "bypass POST /v1/completions: this path runs tokens, so it must be counted; open it as an endpoint",
+        ),
+        (
             replace(POLICY, bypass=(BypassRule("GET", "/v1/models", "x"),)),
             "bypass GET /v1/models: there is no pool x, so it would be answered 503",
         ),

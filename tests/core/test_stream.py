@@ -41,6 +41,7 @@ from tests.policies import policy
 BODY = b'{"prompt": 1}'
 HEAD = HeadArrived(RequestHead("POST", "/v1/completions", end_of_stream=False, content_type="application/json"))
 MODELS = HeadArrived(RequestHead("GET", "/v1/models", end_of_stream=True))
+TOKENIZE = HeadArrived(RequestHead("POST", "/tokenize", end_of_stream=False))
 UNKNOWN = HeadArrived(RequestHead("GET", "/", end_of_stream=True))
 BOUNDED = Bounded(Demand("m", 10, 20, 20, 1), Demand("m", 900, 20, 20, 1))
 COUNTED = Counted(Demand("m", 100, 20, 20, 1), body=b"{}")
@@ -65,7 +66,13 @@ EVENTS: tuple[Event, ...] = (
 
 def _desk() -> Desk:
     desk = Desk(
-        policy(limits={"body_bytes_max": 150}, bypass=[{"path": "/v1/models", "pool": "chat"}]),
+        policy(
+            limits={"body_bytes_max": 150},
+            bypass=[
+                {"path": "/v1/models", "pool": "chat"},
+                {"method": "POST", "path": "/tokenize", "pool": "chat"},
+            ],
+        ),
         "i",
     )
     for name in desk.ledger.accounts:
@@ -173,6 +180,15 @@ def test_bounds_decide_only_against() -> None:
 def test_bypass() -> None:
     """A request without tokens passes to its pool."""
     assert Pass(Bypass("chat")) == _drive(_desk(), MODELS)[1]
+
+
+def test_bypass_with_a_body() -> None:
+    """A POST that passes by its head passes its body too, unseen, and takes nothing from the intake."""
+    desk = _desk()
+    stream, first = _drive(desk, TOKENIZE)
+    second = stream.receive(BodyArrived(b"anything"), 0)
+
+    assert (Pass(Bypass("chat")), PassPart(Part.REQUEST_BODY), 0) == (first, second, desk.intake_bytes)
 
 
 def test_table_is_total() -> None:

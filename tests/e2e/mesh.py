@@ -137,7 +137,10 @@ async def mesh(
             }
             for pool, replicas in pools.items()
         },
-        "bypass": [{"path": "/v1/models", "pool": "chat"}],
+        "bypass": [
+            {"path": "/v1/models", "pool": "chat"},
+            {"method": "POST", "path": "/tokenize", "pool": "chat"},
+        ],
         **changes,
     }
     content = document(**sections)

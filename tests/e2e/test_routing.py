@@ -87,6 +87,17 @@ async def test_a_request_runs_where_its_tokens_are_held(chain: Mesh) -> None:
     ]
 
 
+async def test_a_post_passes_with_its_body(chain: Mesh) -> None:
+    """A POST that the policy lets through reaches its pool with its body, and reserves nothing."""
+    body = {"model": "qwen3", "prompt": "hello"}
+    async with chain.post(body, "/tokenize") as answer:
+        await answer.read()
+
+    # The simulated engines have no such path: their own 404 shows that the request came through.
+    assert (404, "bypass", 0) == (answer.status, answer.headers["x-llm-lane"], chain.reserved_tokens)
+    assert "chat" == _pool_of(chain, answer.headers["x-engine-name"])
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_admitted_answer_says_what_was_decided(chain: Mesh, stream: bool) -> None:
     """Lane, counts, queue time, replica, policy and request id are headers of the answer, once each."""
@@ -94,6 +105,7 @@ async def test_an_admitted_answer_says_what_was_decided(chain: Mesh, stream: boo
 
     assert {
         "x-llm-lane": ["interactive"],
+        "x-llm-lane-reason": ["size"],
         "x-llm-input-tokens": ["100"],
         "x-llm-max-output-tokens": ["30"],
         "x-llm-reserved-tokens": ["160"],
@@ -150,6 +162,7 @@ async def test_intent_lowers(chain: Mesh, fields: dict[str, Any], headers: dict[
     answer = await _answer(chain, ids(10, 10, **fields), **headers)
 
     assert (200, lane, False) == (answer.status, answer.headers["x-llm-lane"], "preference-applied" in answer.headers)
+    assert {"interactive": "size", "bulk": "intent"}[lane] == answer.headers["x-llm-lane-reason"]
     assert {"interactive": "chat", "bulk": "docs"}[lane] == _pool_of(chain, answer.headers["x-engine-name"])
 
 

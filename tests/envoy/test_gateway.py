@@ -20,6 +20,7 @@ pytestmark = pytest.mark.timeout(60)
 PATH = "/v1/chat/completions"
 METADATA: dict[str, str | int] = {
     "lane": "interactive",
+    "lane_reason": "size",
     "input_tokens": "14000",
     "max_output_tokens": "4000",
     "reserved_tokens": "18000",
@@ -85,6 +86,7 @@ async def test_headers_tell_the_verdict_and_engines_cannot(gateway: Gateway, cli
 
     assert {
         "x-llm-lane": ["interactive"],
+        "x-llm-lane-reason": ["size"],
         "x-llm-input-tokens": ["14000"],
         "x-llm-max-output-tokens": ["4000"],
         "x-llm-reserved-tokens": ["18000"],

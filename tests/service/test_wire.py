@@ -13,7 +13,7 @@ from envoy_data_plane.envoy.service.ext_proc import v3 as api
 
 from extproc.core.rejection import Answer
 from extproc.core.stream import BodyArrived, HeadArrived, Part, PartArrived
-from extproc.core.values import Admit, Bypass, Demand, Lane, RequestHead, Reservation
+from extproc.core.values import Admit, Bypass, Demand, Lane, LaneReason, RequestHead, Reservation
 from extproc.service import wire
 
 
@@ -150,7 +150,9 @@ def test_empty_message() -> None:
 
 def _admit() -> Admit:
     demand = Demand("m", 14_000, 2_000, 4_000, 2)
-    return Admit(Reservation("i-1", "docs-0", Lane.BULK, 18_000, 0), "docs", "10.0.0.1:8000", demand, 0)
+    return Admit(
+        Reservation("i-1", "docs-0", Lane.BULK, 18_000, 0), "docs", "10.0.0.1:8000", demand, LaneReason.INTENT, 0
+    )
 
 
 def _headers(mutation: api.HeaderMutation | None) -> dict[str, bytes]:
@@ -182,6 +184,7 @@ def test_admitted() -> None:
     assert {
         "llm.admission": {
             "lane": "bulk",
+            "lane_reason": "intent",
             "input_tokens": "14000",
             "max_output_tokens": "2000",
             "reserved_tokens": "18000",
