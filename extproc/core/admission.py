@@ -22,6 +22,7 @@ from extproc.core.values import (
     Bypass,
     Demand,
     Detail,
+    Encoding,
     Ending,
     Fault,
     Lane,
@@ -36,6 +37,8 @@ INTAKE_RETRY_NS = NS_PER_S
 
 EXPIRY_SLACK_NS = 5 * NS_PER_S
 """How much longer than the longest response a reservation stands: Envoy's timer and ours do not start together."""
+
+_ENCODINGS = frozenset({"", "identity", *Encoding})
 
 OVERFLOW_ADVICE = "summarize or split the input, or use dedicated capacity"
 
@@ -78,9 +81,11 @@ class Desk:
 
     def _screen_body(self, head: RequestHead) -> Reject | None:
         """What the headers already say against the body."""
-        if head.content_encoding.strip().lower() not in ("", "identity"):
+        if head.content_encoding not in _ENCODINGS:
             return Reject(
-                Reason.UNSUPPORTED_ENCODING, "send the body without content-encoding", param="content-encoding"
+                Reason.UNSUPPORTED_ENCODING,
+                f"content-encoding must be {' or '.join(Encoding)}, or left out",
+                param="content-encoding",
             )
         if head.content_type.partition(";")[0].strip().lower() != "application/json":
             return Reject(Reason.UNSUPPORTED_ENCODING, "content-type must be application/json", param="content-type")

@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 
 from extproc.core.admission import Desk
 from extproc.core.policy import Endpoint
-from extproc.core.values import Admit, Bypass, Demand, Ending, Fault, Reject, RequestHead
+from extproc.core.values import Admit, Bypass, Demand, Encoding, Ending, Fault, Reject, RequestHead
 
 
 @unique
@@ -130,6 +130,7 @@ class Count:
     endpoint: Endpoint
     body: bytes
     lowered: bool
+    encoding: Encoding | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,10 +140,14 @@ class Tokenize:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Reply: route the admitted request to its replica, with `body` in place of the client's unless it is None."""
+    """Reply: route the admitted request to its replica, with `body` in place of the client's unless it is None.
+
+    `decoded`: that body has no content-encoding any more.
+    """
 
     admit: Admit
     body: bytes | None
+    decoded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +276,12 @@ class Stream:
         if refused is not None:
             return Refuse(refused), State.REFUSED
         self._intake_bytes = len(event.body)
-        return Count(self._endpoint, event.body, self.head.lowered), State.COUNTING
+        return Count(self._endpoint, event.body, self.head.lowered, self._encoding), State.COUNTING
+
+    @property
+    def _encoding(self) -> Encoding | None:
+        encoding = "" if self.head is None else self.head.content_encoding
+        return None if encoding in ("", "identity") else Encoding(encoding)
 
     def _bounded(self, event: Bounded, _now_ns: int) -> tuple[Action, State]:
         refused = self._desk.foresee(event.least, event.most)
@@ -286,7 +296,7 @@ class Stream:
         if isinstance(verdict, Reject):
             return Refuse(verdict), State.REFUSED
         self.admit = verdict
-        return Route(verdict, event.body), State.ADMITTED
+        return Route(verdict, event.body, self._encoding is not None), State.ADMITTED
 
     def _faulted(self, event: Faulted, _now_ns: int) -> tuple[Action, State]:
         self._leave_intake()

@@ -25,6 +25,14 @@ class Lane(StrEnum):
 
 
 @unique
+class Encoding(StrEnum):
+    """Content encodings that are decoded for counting; an engine gets the decoded body."""
+
+    GZIP = "gzip"
+    DEFLATE = "deflate"
+
+
+@unique
 class LaneReason(StrEnum):
     """Why a request is in its lane."""
 

@@ -24,8 +24,9 @@ import jinja2
 from extproc.core.ceiling import Ceiling, Run, run
 from extproc.core.policy import Endpoint, Model, Policy, TokenizerBackend
 from extproc.core.stream import Counted
-from extproc.core.values import Demand, Fault, Reason
+from extproc.core.values import Demand, Encoding, Fault, Reason
 from extproc.counting.body import append_field, parse, rewritten
+from extproc.counting.encoding import decoded
 from extproc.counting.fields import malformed
 from extproc.counting.profiles import PROFILES
 from extproc.counting.request import Asked, Prompts, Tools
@@ -49,7 +50,8 @@ _COMPOSED_CHARS_MAX = 65_536
 class Draft:
     """A checked request whose tokens are not counted yet.
 
-    The tokens of each prompt are between `low_tokens` and `high_tokens`, equal where the prompt came as ids.
+    `body` is what the engine reads, `decoded` says that the client sent it compressed. The tokens of each prompt
+    are between `low_tokens` and `high_tokens`, equal where the prompt came as ids.
     """
 
     model: Model
@@ -61,6 +63,7 @@ class Draft:
     prompts: Prompts = field(repr=False)
     kept_tokens: int
     lowered: bool
+    decoded: bool
 
     def bounds(self) -> tuple[Demand, Demand] | None:
         """The least and the most this can ask for.
@@ -114,8 +117,10 @@ class Counter:
         """Who counts, by model."""
         return {name: prepared.loaded.backend for name, prepared in self._prepared.items()}
 
-    def read(self, endpoint: Endpoint, body: bytes, *, lowered: bool = False) -> Draft:
+    def read(self, endpoint: Endpoint, body: bytes, lowered: bool = False, encoding: Encoding | None = None) -> Draft:
         """Check `body` and bound its tokens; Fault says what the engine or the model's context would refuse."""
+        if encoding is not None:
+            body = decoded(body, encoding, self._policy.limits.body_bytes_max)
         document = parse(body)
         model = self._model(document.get("model"))
         prepared = self._prepared[model.name]
@@ -148,6 +153,7 @@ class Counter:
             prompts=prompts,
             kept_tokens=kept_tokens,
             lowered=lowered or asked.lowered,
+            decoded=encoding is not None,
         )
 
     def start_workers(self) -> None:
@@ -160,17 +166,21 @@ class Counter:
         """Whether `count_apart` is there for bodies that are not read quickly; else `read_large` and `count` are."""
         return self._workers is not None
 
-    async def count_apart(self, endpoint: Endpoint, body: bytes, *, lowered: bool = False) -> Counted:
+    async def count_apart(
+        self, endpoint: Endpoint, body: bytes, lowered: bool = False, encoding: Encoding | None = None
+    ) -> Counted:
         """`read` and `count` in a worker process."""
         assert self._workers is not None  # noqa: S101 (`has_workers` says so)
         try:
-            return await self._workers.count(endpoint, body, lowered=lowered)
+            return await self._workers.count(endpoint, body, lowered, encoding)
         except RuntimeError as error:  # the worker died, or the pool takes no more work
             raise _tokenizer_unavailable() from error
 
-    async def read_large(self, endpoint: Endpoint, body: bytes, *, lowered: bool = False) -> Draft:
+    async def read_large(
+        self, endpoint: Endpoint, body: bytes, lowered: bool = False, encoding: Encoding | None = None
+    ) -> Draft:
         """`read` in a thread: Python's own switching keeps an event loop running beside it."""
-        reading = functools.partial(self.read, endpoint, body, lowered=lowered)
+        reading = functools.partial(self.read, endpoint, body, lowered, encoding)
         return await self._submit(reading)
 
     async def count(self, draft: Draft) -> Counted:
@@ -185,9 +195,9 @@ class Counter:
         except RuntimeError as error:  # the pool takes no more work
             raise _tokenizer_unavailable() from error
 
-    def reads_quickly(self, body: bytes) -> bool:
+    def reads_quickly(self, body: bytes, encoding: Encoding | None = None) -> bool:
         """Whether `read` takes no longer than an event loop can spare; else `read_large` is there."""
-        return len(body) <= READ_BYTES_QUICK
+        return encoding is None and len(body) <= READ_BYTES_QUICK  # what is compressed may be of any size
 
     def counts_quickly(self, draft: Draft) -> bool:
         """Whether `count_now` takes no longer than an event loop can spare; else `count` is there."""
@@ -303,7 +313,7 @@ def _written(draft: Draft, max_output_tokens: int) -> bytes | None:
     asked = draft.asked
     kept = not asked.generates or (asked.output_tokens is not None and asked.output_tokens <= max_output_tokens)
     if kept and not asked.removed:
-        return None
+        return draft.body if draft.decoded else None
     if asked.written_is_new and len(asked.written) == 1 and not asked.removed:
         return append_field(draft.body, asked.written[0], max_output_tokens)
     return rewritten(draft.body, () if kept else asked.written, max_output_tokens, asked.removed)

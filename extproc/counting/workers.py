@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from extproc.core.policy import Endpoint
 from extproc.core.stream import Counted
+from extproc.core.values import Encoding
 
 if TYPE_CHECKING:
     from extproc.counting.counter import Counter
@@ -52,11 +53,11 @@ class Workers:
         for _ in range(self._processes):
             self._running().submit(os.getpid)
 
-    async def count(self, endpoint: Endpoint, body: bytes, *, lowered: bool) -> Counted:
+    async def count(self, endpoint: Endpoint, body: bytes, lowered: bool, encoding: Encoding | None) -> Counted:
         """The exact count of `body`; Fault as from the counter, BrokenProcessPool when a worker died."""
         pool = self._running()
         try:
-            return await asyncio.get_running_loop().run_in_executor(pool, _count, endpoint, body, lowered)
+            return await asyncio.get_running_loop().run_in_executor(pool, _count, endpoint, body, lowered, encoding)
         except BrokenProcessPool:
             if self._pool is pool:
                 self._pool = None
@@ -91,6 +92,6 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _count(endpoint: Endpoint, body: bytes, lowered: bool) -> Counted:
+def _count(endpoint: Endpoint, body: bytes, lowered: bool, encoding: Encoding | None) -> Counted:
     assert _counter is not None  # noqa: S101 (the initializer ran)
-    return _counter.count_now(_counter.read(endpoint, body, lowered=lowered))
+    return _counter.count_now(_counter.read(endpoint, body, lowered, encoding))

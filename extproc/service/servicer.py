@@ -190,8 +190,8 @@ class Servicer:
         match action:
             case Continue():
                 return _CONTINUE
-            case Route(admit, body):
-                return self._admit(stream, admit, body, started_ns)
+            case Route(admit, body, decoded):
+                return self._admit(stream, admit, body, started_ns, decoded=decoded)
             case Refuse(reject):
                 return self._refuse(stream, reject, started_ns)
             case Pass(bypass):
@@ -205,23 +205,23 @@ class Servicer:
         """Count the body, unless its size alone leads to a refusal."""
         event: Event
         try:
-            if self._counter.reads_quickly(action.body):
-                draft = self._counter.read(action.endpoint, action.body, lowered=action.lowered)
-            elif self._counter.has_workers:
-                counting = self._counter.count_apart(action.endpoint, action.body, lowered=action.lowered)
-                return stream.receive(await messages.during(counting), time.monotonic_ns())
+            counter, request = self._counter, (action.endpoint, action.body, action.lowered, action.encoding)
+            if counter.reads_quickly(action.body, action.encoding):
+                draft = counter.read(*request)
+            elif counter.has_workers:
+                return stream.receive(await messages.during(counter.count_apart(*request)), time.monotonic_ns())
             else:
-                reading = self._counter.read_large(action.endpoint, action.body, lowered=action.lowered)
-                draft = await messages.during(reading)
+                draft = await messages.during(counter.read_large(*request))
             bounds = draft.bounds()
             if bounds is not None:
                 foreseen = stream.receive(Bounded(*bounds), time.monotonic_ns())
                 if isinstance(foreseen, Refuse):
                     return foreseen
-            if self._counter.counts_quickly(draft):
-                event = self._counter.count_now(draft)
-            else:
-                event = await messages.during(self._counter.count(draft))
+            event = (
+                counter.count_now(draft)
+                if counter.counts_quickly(draft)
+                else await messages.during(counter.count(draft))
+            )
         except Fault as fault:
             if fault.reason is Reason.TOKENIZER_UNAVAILABLE:
                 self._metrics.fault()
@@ -229,7 +229,7 @@ class Servicer:
             event = Faulted(fault)
         return stream.receive(event, time.monotonic_ns())
 
-    def _admit(self, stream: Stream, admit: Admit, body: bytes | None, started_ns: int) -> _Reply:
+    def _admit(self, stream: Stream, admit: Admit, body: bytes | None, started_ns: int, *, decoded: bool) -> _Reply:
         reservation, demand = admit.reservation, admit.demand
         self._book.made(admit)
         message = wire.admitted(
@@ -238,6 +238,7 @@ class Servicer:
             attempts=self._attempts,
             policy_version=self._desk.policy.version,
             busy_retry_s=retry_after(admit.busy_retry_ns, _jitter_ppm()).header_s,
+            decoded=decoded,
         )
         decided_ns = time.monotonic_ns() - started_ns
 

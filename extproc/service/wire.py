@@ -70,7 +70,7 @@ def _head(message: pb.HttpHeaders) -> RequestHead:
         message.end_of_stream,
         request_id=get("x-request-id", "")[:REQUEST_ID_CHARS_MAX],
         content_type=get("content-type", ""),
-        content_encoding=get("content-encoding", ""),
+        content_encoding=get("content-encoding", "").strip().lower(),
         content_length_bytes=int(length) if length.isascii() and length.isdigit() else None,
         upgrade="upgrade" in found,
         lowered=(intent is not None or prefer is not None) and _lowered(intent or "", prefer or ""),
@@ -104,11 +104,20 @@ PASS: Mapping[Part, bytes] = MappingProxyType(
 """Replies that leave a part as it is. The documented mode sends response trailers only; a mesh may send the others."""
 
 
-def admitted(admit: Admit, body: bytes | None, *, attempts: int, policy_version: str, busy_retry_s: int) -> bytes:
+def admitted(  # noqa: PLR0913 (what a reply says)
+    admit: Admit,
+    body: bytes | None,
+    *,
+    attempts: int,
+    policy_version: str,
+    busy_retry_s: int,
+    decoded: bool = False,
+) -> bytes:
     """Reply to the body message of an admitted request.
 
-    The destination is written once for each of Envoy's `attempts`, so that a retry stays on the reserved replica.
-    `busy_retry_s` is the Retry-After for a client whose request the engine turns away.
+    `decoded`: `body` takes the place of one with a content-encoding. The destination is written once for each of
+    Envoy's `attempts`, so that a retry stays on the reserved replica. `busy_retry_s` is the Retry-After for a
+    client whose request the engine turns away.
     """
     reservation, demand = admit.reservation, admit.demand
     headers = [
@@ -123,6 +132,8 @@ def admitted(admit: Admit, body: bytes | None, *, attempts: int, policy_version:
         common.body_mutation.body = body
         headers.append(("content-length", str(len(body))))
     common.header_mutation.MergeFromString(_headers(headers))
+    if decoded:
+        common.header_mutation.remove_headers.append("content-encoding")
     _annotate(
         reply,
         (

@@ -7,6 +7,7 @@ when to come back, and a request that was refused has reserved nothing and reach
 from __future__ import annotations
 
 import asyncio
+import gzip
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -421,7 +422,20 @@ CASES = [
         details={"body_bytes": BODY_BYTES_MAX + 1, "body_bytes_max": BODY_BYTES_MAX},
     ),
     Case("chunked body over the buffer", Reason.BODY_TOO_LARGE, upload(BUFFER_BYTES + 2**18)),
-    Case("encoding", Reason.UNSUPPORTED_ENCODING, post(chat(), content_encoding="gzip"), param="content-encoding"),
+    Case("encoding", Reason.UNSUPPORTED_ENCODING, post(chat(), content_encoding="br"), param="content-encoding"),
+    Case(
+        "encoded twice",
+        Reason.UNSUPPORTED_ENCODING,
+        post(chat(), content_encoding="gzip, gzip"),
+        param="content-encoding",
+    ),
+    Case("not what it says", Reason.MALFORMED_REQUEST, post(chat(), content_encoding="gzip"), param="content-encoding"),
+    Case(
+        "bomb",
+        Reason.BODY_TOO_LARGE,
+        post(gzip.compress(b" " * 2**26), content_encoding="gzip"),
+        details={"body_bytes_max": BODY_BYTES_MAX},
+    ),
     Case("media type", Reason.UNSUPPORTED_ENCODING, post(chat(), content_type="text/plain"), param="content-type"),
     Case(
         "intake full",

@@ -6,6 +6,7 @@ Pool `chat` speaks HTTP/1.1 to its engine, pool `docs` HTTP/2. A client chooses 
 from __future__ import annotations
 
 import asyncio
+import gzip
 import hashlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -123,6 +124,21 @@ async def test_the_engine_gets_what_was_counted(
     assert ("bulk" if to_http2 else "interactive") == answer.headers["x-llm-lane"]
     _checked(engine, body, http2=to_http2, sized=sized, ceiling=ceiling)
     await chain.mesh.until_free()
+
+
+@pytest.mark.parametrize("ceiling", [True, False], ids=["own ceiling", "injected ceiling"])
+@pytest.mark.parametrize("to_http2", [False, True], ids=["to HTTP/1.1", "to HTTP/2"])
+async def test_a_compressed_body_arrives_decoded(chain: Chain, *, to_http2: bool, ceiling: bool) -> None:
+    """Engines read no compressed bodies: they get the decoded one, with its length and without an encoding."""
+    engine = chain.engine(http2=to_http2)
+    body = _body(5_000, ceiling=ceiling)
+    headers = {**_headers(http2=to_http2), "content-encoding": "gzip"}
+    async with httpx.AsyncClient() as client:
+        answer = await client.post(chain.mesh.url + CHAT, content=gzip.compress(body), headers=headers)
+    seen = _checked(engine, body, http2=to_http2, sized=True, ceiling=ceiling)
+    await chain.mesh.until_free()
+
+    assert (200, []) == (answer.status_code, seen.all("content-encoding"))
 
 
 @pytest.mark.parametrize("to_http2", [False, True], ids=["to HTTP/1.1", "to HTTP/2"])
