@@ -99,8 +99,10 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return super().getattr(obj, attribute)
 
     def call(self, context: jinja2.runtime.Context, obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        """The result of calling `obj`. A method of text needs neither the context nor a look at its flags."""
-        if type(obj) is BuiltinMethodType and type(obj.__self__) is str and obj.__name__ in _TEXT_METHODS:
+        """The result of calling `obj`. Text methods and `namespace` need neither the context nor a look at flags."""
+        if obj is jinja2.utils.Namespace or (
+            type(obj) is BuiltinMethodType and type(obj.__self__) is str and obj.__name__ in _TEXT_METHODS
+        ):
             kwargs.pop("_loop_vars", None)
             kwargs.pop("_block_vars", None)
             return obj(*args, **kwargs)
