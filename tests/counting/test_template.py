@@ -196,6 +196,41 @@ def test_whatever_a_template_raises_is_malformed(source: str) -> None:
     assert Reason.MALFORMED_REQUEST is caught.value.reason
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ '{0.__class__}'.format(messages) }}",
+        "{{ '{0[0].__class__}'.format_map({'0': messages}) }}",
+        "{{ ('{0.__class__}' | attr('format'))(messages) }}",
+        "{{ ''.join.__self__.__class__.__base__ }}",
+        "{% set ns = namespace(a=1) %}{{ ns.__class__.__init__.__globals__ }}",
+        "{{ namespace.__init__.__globals__ }}",
+        "{% for m in messages %}{{ loop.__init__.__globals__ }}{% endfor %}",
+        "{% for m in messages %}{{ loop._iterable }}{% endfor %}",
+        "{{ messages[0].keys.__self__.__class__.__base__ }}",
+        "{{ messages[0].update(a=1) }}",
+    ],
+)
+def test_the_sandbox_holds(source: str) -> None:
+    """No attribute leads out of what a template was given, by the short ways neither: it is refused or undefined."""
+    try:
+        text = rendered(source, [says("q")])
+    except Fault as fault:
+        assert Reason.MALFORMED_REQUEST is fault.reason
+    else:
+        assert "" == text
+
+
+def test_methods_of_text_and_namespaces_work() -> None:
+    """The short ways give what the sandbox's own way gives."""
+    source = (
+        "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + loop.index %}{% endfor %}"
+        "{{ ns.n }}{{ ns.absent }}{{ 'a,b'.split(',')[1] }}{{ 'x={}'.format(1) }}{{ ' q '.strip() }}{{ ''.absent }}"
+    )
+
+    assert "3bx=1q" == rendered(source, [says("q"), says("r")])
+
+
 def test_generation_and_loop_control_tags_are_known() -> None:
     """Templates may mark assistant text and leave loops early."""
     source = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}"
