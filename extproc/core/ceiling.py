@@ -16,13 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from extproc.core.policy import OverContext
 from extproc.core.values import Fault, Reason
 
 
-@dataclass(frozen=True, slots=True)
-class Ceiling:
+class Ceiling(NamedTuple):
     """What bounds the output of one sequence before the prompt is known, in tokens.
 
     `asked_tokens` is the client's; where it is None `default_tokens` holds, and None there means all the context

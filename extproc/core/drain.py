@@ -6,7 +6,7 @@ someone waits, since an idle replica releases what little it has at whatever pac
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 NS_PER_S = 1_000_000_000
 
@@ -16,8 +16,7 @@ RETRY_AFTER_S_MAX = 60
 PPM = 1_000_000
 
 
-@dataclass(frozen=True, slots=True)
-class RetryAfter:
+class RetryAfter(NamedTuple):
     """What a client is told: `header_s` within 1..60; `hopeless` when the honest wait is longer than that."""
 
     header_s: int

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto, unique
 from types import MappingProxyType
+from typing import NamedTuple
 
 import orjson
 
@@ -69,8 +70,7 @@ COUNT_HEADERS: Mapping[str, str] = MappingProxyType(
 """Details that are also sent as headers, where they are known."""
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(NamedTuple):
     """A refusal as HTTP: status, headers in order, JSON body."""
 
     status: int

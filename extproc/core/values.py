@@ -9,8 +9,9 @@ the only values that reach a metric label, a header or an error code.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum, unique
+from types import MappingProxyType
 from typing import NamedTuple
 
 
@@ -83,6 +84,8 @@ class ResponseEnd(StrEnum):
 
 
 Detail = int | str | bool | None
+
+_NO_DETAILS: Mapping[str, Detail] = MappingProxyType({})
 
 
 class Fault(Exception):  # noqa: N818 (a value of the domain that travels as an exception)
@@ -191,8 +194,7 @@ class Bypass:
     pool: str
 
 
-@dataclass(frozen=True, slots=True)
-class Reject:
+class Reject(NamedTuple):
     """Verdict: the request is refused; nothing is reserved.
 
     `lane` and `demand` are None as long as they are not known. `retry_ns` is the predicted delay before the same
@@ -204,5 +206,5 @@ class Reject:
     param: str | None = None
     lane: Lane | None = None
     demand: Demand | None = None
-    details: Mapping[str, Detail] = field(default_factory=dict)
+    details: Mapping[str, Detail] = _NO_DETAILS
     retry_ns: int = 0

