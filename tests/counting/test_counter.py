@@ -187,7 +187,7 @@ def test_draft_shows_no_prompt(counter: Counter) -> None:
     shown = repr(counter.read(CHAT, orjson.dumps(user("xyzzy"))))
 
     assert "xyzzy" not in shown
-    assert "<Draft for m, " in shown.replace("default", "m")
+    assert shown.startswith("<Draft for ")
 
 
 def test_unknown_fields_pass(counter: Counter) -> None:
