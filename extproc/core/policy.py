@@ -33,22 +33,28 @@ class Endpoint(StrEnum):
     """Request paths whose bodies can be counted."""
 
     CHAT_COMPLETIONS = "/v1/chat/completions"
-    CHAT_COMPLETIONS_BATCH = "/v1/chat/completions/batch"
     COMPLETIONS = "/v1/completions"
-    RESPONSES = "/v1/responses"
-    MESSAGES = "/v1/messages"
-    COUNT_TOKENS = "/v1/messages/count_tokens"
-    GENERATE = "/generate"
-    EMBEDDINGS = "/v1/embeddings"
-    RERANK = "/rerank"
-    RERANK_V1 = "/v1/rerank"
-    RERANK_V2 = "/v2/rerank"
-    SCORE = "/score"
-    SCORE_V1 = "/v1/score"
-    CLASSIFY = "/classify"
 
 
-_RUNNING_PATHS = frozenset(endpoint.value for endpoint in Endpoint)
+_RUNNING_PATHS = frozenset(
+    {
+        *Endpoint,
+        "/classify",
+        "/generate",
+        "/invocations",
+        "/pooling",
+        "/rerank",
+        "/score",
+        "/v1/chat/completions/batch",
+        "/v1/embeddings",
+        "/v1/messages",
+        "/v1/rerank",
+        "/v1/responses",
+        "/v1/score",
+        "/v2/rerank",
+    }
+)
+"""Paths of vLLM, SGLang and TGI that put tokens on an engine: none of them may pass uncounted."""
 
 
 @unique
@@ -56,8 +62,6 @@ class EngineName(StrEnum):
     """Engine profiles: whose rules turn a body into prompts and ceilings."""
 
     VLLM = "vllm"
-    SGLANG = "sglang"
-    TGI = "tgi"
 
 
 @unique
@@ -233,7 +237,7 @@ class Policy:
             if rule.pool not in self.pools
         ]
         found += [
-            f"bypass POST {rule.path}: this path runs tokens, so it must be counted; open it as an endpoint"
+            f"bypass POST {rule.path}: this path runs tokens, so it must not pass uncounted"
             for rule in self.bypass
             if rule.method == "POST" and rule.path in _RUNNING_PATHS
         ]

@@ -31,7 +31,7 @@ def _with_replicas(*replicas: Replica) -> Policy:
         (replace(POLICY, default_model="x"), "default_model x is not a model, so a request without one could not run"),
         (
             replace(POLICY, bypass=(BypassRule("POST", "/v1/completions", "chat"),)),
-            "bypass POST /v1/completions: this path runs tokens, so it must be counted; open it as an endpoint",
+            "bypass POST /v1/completions: this path runs tokens, so it must not pass uncounted",
         ),
         (
             replace(POLICY, bypass=(BypassRule("GET", "/v1/models", "x"),)),
