@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 _PROCESS_CLOCK = 2
 """The scheduler's clock in the kernel's encoding of per-process CPU clocks, as in clock_getcpuclockid(3)."""
@@ -25,8 +26,16 @@ def ratio(value: float | None, base: float | None) -> float | None:
 
 
 def cpu_ns(pid: int) -> int:
-    """CPU time that all threads of a process have used since it started, in user and kernel (Linux).
+    """CPU time that a process and its running children have used, in user and kernel (Linux).
 
-    A clock of the scheduler, exact to the nanosecond: /proc counts in ticks of 10 ms. OSError when the process is gone.
+    A clock of the scheduler, exact to the nanosecond: /proc counts in ticks of 10 ms. OSError when a process is gone.
     """
-    return time.clock_gettime_ns((~pid << 3) | _PROCESS_CLOCK)
+    return sum(time.clock_gettime_ns((~each << 3) | _PROCESS_CLOCK) for each in (pid, *_children(pid)))
+
+
+def _children(pid: int) -> list[int]:
+    """Processes that a process started, with those that they started."""
+    found = [
+        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
+    ]
+    return found + [grandchild for child in found for grandchild in _children(child)]

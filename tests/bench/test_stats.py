@@ -55,3 +55,19 @@ def test_cpu_of_another_process() -> None:
         assert second_ns - first_ns < 20_000_000
         assert child.stdin is not None
         child.stdin.close()
+
+
+def test_cpu_time_of_children_counts() -> None:
+    """What a server lets its worker processes do is its own."""
+    busy = "import time\nwhile time.process_time() < 0.2: pass\nprint(flush=True); input()"
+    starter = "import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-c', sys.argv[1]]).returncode)"
+    with subprocess.Popen(
+        [sys.executable, "-c", starter, busy], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        parent.stdout.readline()
+
+        assert 200_000_000 <= cpu_ns(parent.pid)
+        assert parent.stdin is not None
+        parent.stdin.write("\n")
+        parent.stdin.close()
