@@ -33,25 +33,26 @@ class Endpoint(StrEnum):
     """Request paths whose bodies can be counted."""
 
     CHAT_COMPLETIONS = "/v1/chat/completions"
+    CHAT_COMPLETIONS_BATCH = "/v1/chat/completions/batch"
     COMPLETIONS = "/v1/completions"
+    RESPONSES = "/v1/responses"
+    MESSAGES = "/v1/messages"
+    COUNT_TOKENS = "/v1/messages/count_tokens"
+    EMBEDDINGS = "/v1/embeddings"
+    RERANK = "/rerank"
+    RERANK_V1 = "/v1/rerank"
+    RERANK_V2 = "/v2/rerank"
+    SCORE = "/score"
+    SCORE_V1 = "/v1/score"
+    CLASSIFY = "/classify"
 
 
 _RUNNING_PATHS = frozenset(
     {
         *Endpoint,
-        "/classify",
         "/generate",
         "/invocations",
         "/pooling",
-        "/rerank",
-        "/score",
-        "/v1/chat/completions/batch",
-        "/v1/embeddings",
-        "/v1/messages",
-        "/v1/rerank",
-        "/v1/responses",
-        "/v1/score",
-        "/v2/rerank",
     }
 )
 """Paths of vLLM, SGLang and TGI that put tokens on an engine: none of them may pass uncounted."""

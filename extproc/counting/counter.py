@@ -296,13 +296,13 @@ def _utf8_bytes(text: str) -> int:
 def _kept_tokens(asked: Asked, model: Model) -> int:
     """Tokens of a prompt that survive `truncate_prompt_tokens`; more than any prompt has where it is not used.
 
-    -1 keeps what fits: all the context but the asked ceiling, or but one token.
+    -1 keeps what fits: all the context but the asked ceiling, or but one token where anything is generated.
     """
     keep = asked.truncate_tokens
     if keep is None:
         return _ALL_TOKENS
     if keep < 0:
-        return max(1, model.context_tokens_max - (asked.output_tokens or 1))
+        return max(1, model.context_tokens_max - (asked.output_tokens or int(asked.generates)))
     if keep > model.context_tokens_max:
         raise malformed("truncate_prompt_tokens is above the model's context", "truncate_prompt_tokens")
     return keep

@@ -133,6 +133,7 @@ class ChatTemplate:
         self._base = {**self._template.globals, **special_tokens}
         self.variables = frozenset(jinja2.meta.find_undeclared_variables(tree))
         self.parts_as_list = _loops_over_content(tree)
+        self.source = source
         self.knows_developer = "developer" in source
 
     def render(self, chat: Chat) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from extproc.counting.fields import (
@@ -31,6 +31,9 @@ MESSAGES_MAX = 4096
 
 TOOLS_MAX = 512
 """Tools of one chat: four times what OpenAI accepts. Each costs some 20 us to render."""
+
+CEILINGS = ("max_completion_tokens", "max_tokens")
+"""Fields of the output ceiling, the first that is not null holds."""
 
 _RESERVED_TEMPLATE_VARIABLES = frozenset(
     {
@@ -85,30 +88,35 @@ def read(body: Mapping[str, Any], model: Tools) -> Read:
     """The rules of POST /v1/chat/completions."""
     values = checked(body, FIELDS)
     check_stream(body, values)
-    _check_top_logprobs(values)
-    messages, tools = values.get("messages"), values.get("tools")
+    check_options(values)
+    messages = check_messages(values.get("messages"))
+    _check_tools(values.get("tools"), body.get("tool_choice"))
+    return asked(values, CEILINGS), lambda: prompts([messages], values, model.templates)
+
+
+def check_options(values: Mapping[str, object]) -> None:
+    """Fault for options that exclude each other."""
+    if values.get("top_logprobs") and not values.get("logprobs"):
+        raise malformed("top_logprobs needs logprobs", "top_logprobs")
+    if values.get("continue_final_message") and values.get("add_generation_prompt", True):
+        raise malformed("continue_final_message needs add_generation_prompt set to false", "continue_final_message")
+
+
+def check_messages(messages: object) -> list[Any]:
+    """`messages`, which are one to `MESSAGES_MAX`."""
     if not isinstance(messages, list) or not messages:
         raise malformed("messages must hold at least one message", "messages")
     if len(messages) > MESSAGES_MAX:
         raise malformed(f"messages holds more than {MESSAGES_MAX} messages", "messages")
-    _check_tools(tools, body.get("tool_choice"))
-    if values.get("continue_final_message") and values.get("add_generation_prompt", True):
-        raise malformed("continue_final_message needs add_generation_prompt set to false", "continue_final_message")
-    return asked(values, ("max_completion_tokens", "max_tokens")), lambda: _prompts(values, model.templates)
-
-
-def _check_top_logprobs(values: Mapping[str, object]) -> None:
-    if values.get("top_logprobs") and not values.get("logprobs"):
-        raise malformed("top_logprobs needs logprobs", "top_logprobs")
+    return messages
 
 
 def _check_tools(tools: object, choice: object) -> None:
     """`tools` absent or at least one; `tool_choice` none, auto, required or the name of one of them."""
     if tools is not None:
-        if not isinstance(tools, list) or not tools:
+        if not tools:
             raise malformed("tools must hold at least one tool, or be left out", "tools")
-        if len(tools) > TOOLS_MAX:
-            raise malformed(f"tools holds more than {TOOLS_MAX} tools", "tools")
+        check_tools_count(tools)
     if choice is None or choice == "none":
         return
     if tools is None:
@@ -121,6 +129,12 @@ def _check_tools(tools: object, choice: object) -> None:
         raise malformed("tool_choice must be none, auto, required or one of the tools", "tool_choice")
 
 
+def check_tools_count(tools: object) -> None:
+    """Fault for more than `TOOLS_MAX` tools."""
+    if isinstance(tools, list) and len(tools) > TOOLS_MAX:
+        raise malformed(f"tools holds more than {TOOLS_MAX} tools", "tools")
+
+
 def _tool_names(tools: object) -> set[object]:
     found: set[object] = set()
     for tool in tools if isinstance(tools, list) else []:
@@ -131,9 +145,12 @@ def _tool_names(tools: object) -> set[object]:
     return found
 
 
-def _prompts(values: Mapping[str, Any], templates: Mapping[str, ChatTemplate]) -> Prompts:
+def prompts(
+    conversations: Sequence[list[Any]], values: Mapping[str, Any], templates: Mapping[str, ChatTemplate]
+) -> Prompts:
+    """What the model's template makes of `conversations`, one prompt each; `values` holds the options of a chat."""
     tools = values.get("tools")
-    template = templates.get("tool_use") if tools else None
+    template = templates.get("tool_use") if tools is not None else None
     template = template or templates.get("default")
     if template is None:
         raise malformed("this model has no chat template", "messages")
@@ -145,15 +162,20 @@ def _prompts(values: Mapping[str, Any], templates: Mapping[str, ChatTemplate]) -
     if effort is not None:
         variables.setdefault("enable_thinking", effort != "none")
         variables["reasoning_effort"] = effort
-    chat = Chat(
-        messages=conversation(
-            values["messages"], parts_as_list=template.parts_as_list, knows_developer=template.knows_developer
-        ),
-        tools=None if tools is None else tools_as_rendered(tools),
-        documents=documents,
-        add_generation_prompt=values.get("add_generation_prompt", True),
-        continue_final_message=values.get("continue_final_message", False),
-        variables=variables,
+    shaped_tools = None if tools is None else tools_as_rendered(tools)
+    texts = tuple(
+        template.render(
+            Chat(
+                messages=conversation(
+                    messages, parts_as_list=template.parts_as_list, knows_developer=template.knows_developer
+                ),
+                tools=shaped_tools,
+                documents=documents,
+                add_generation_prompt=values.get("add_generation_prompt", True),
+                continue_final_message=values.get("continue_final_message", False),
+                variables=variables,
+            )
+        )
+        for messages in conversations
     )
-    text = template.render(chat)
-    return Prompts((text,), (), add_special_tokens=values.get("add_special_tokens", False))
+    return Prompts(texts, (), add_special_tokens=values.get("add_special_tokens", False))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from extproc.counting.fields import Check, as_bool, checked, integer, malformed, nullable, refused
-from extproc.counting.request import Prompts, Read, Tools
-from extproc.counting.vllm.rules import COMMON, SEQUENCES_MAX, asked, check_stream, ids_length
+from extproc.counting.fields import Check, as_bool, checked, integer, nullable, refused
+from extproc.counting.request import Read, Tools
+from extproc.counting.vllm.rules import COMMON, SEQUENCES_MAX, asked, check_stream, texts_or_ids
 
 PROMPTS_MAX = 1024
 """Prompts of one request: VLLM_MAX_COMPLETION_PROMPTS."""
@@ -30,22 +30,9 @@ def read(body: Mapping[str, Any], tools: Tools) -> Read:
     values = checked(body, FIELDS)
     check_stream(body, values)
     add_special_tokens = values.get("add_special_tokens") is not False
-    prompts = _prompts(body.get("prompt"), tools.token_id_max, add_special_tokens=add_special_tokens)
+    prompts = texts_or_ids(
+        "prompt", body.get("prompt"), tools.token_id_max, PROMPTS_MAX, add_special_tokens=add_special_tokens
+    )
     if values.get("echo") and values.get("max_tokens") == 0:
         values["max_tokens"] = 1  # scoring: the engine generates one token all the same
     return asked(values, ("max_tokens",), DEFAULT_TOKENS), lambda: prompts
-
-
-def _prompts(prompt: object, token_id_max: int, *, add_special_tokens: bool) -> Prompts:
-    """One text, a list of texts, one list of ids or a list of such lists."""
-    if isinstance(prompt, str) and prompt:
-        return Prompts((prompt,), (), add_special_tokens)
-    if not isinstance(prompt, list) or not prompt:
-        raise malformed("prompt must be a non-empty string, or a list of strings or token ids", "prompt")
-    if not isinstance(prompt[0], str | list) or len(set(map(type, prompt))) > 1:
-        return Prompts((), (ids_length(prompt, token_id_max),), add_special_tokens)
-    if len(prompt) > PROMPTS_MAX:
-        raise malformed(f"prompt holds more than {PROMPTS_MAX} prompts", "prompt")
-    if isinstance(prompt[0], str):
-        return Prompts(tuple(prompt), (), add_special_tokens)
-    return Prompts((), tuple(ids_length(ids, token_id_max) for ids in prompt), add_special_tokens)

@@ -17,7 +17,7 @@ _TEXT_OF_PART = {
 }
 """Part type -> the key of its text."""
 
-_BILLING_HEADER = "x-anthropic-billing-header"
+BILLING_HEADER = "x-anthropic-billing-header"
 """vLLM drops the first line of system text that starts with this: it changes with every request."""
 
 
@@ -90,7 +90,7 @@ def _part(part: object, role: str) -> dict[str, Any] | None:
     if text is None:
         return None
     text = as_str(f"messages.content.{key}", text)
-    if role == "system" and kind == "text" and text.startswith(_BILLING_HEADER):
+    if role == "system" and kind == "text" and text.startswith(BILLING_HEADER):
         text = text.partition("\n")[2]
         if not text:
             return None

@@ -30,7 +30,7 @@ from extproc.counting.fields import (
     one_of,
     refused,
 )
-from extproc.counting.request import Asked
+from extproc.counting.request import Asked, Prompts
 
 SEQUENCES_MAX = 16_384
 """Sequences of one prompt: VLLM_MAX_N_SEQUENCES."""
@@ -69,7 +69,8 @@ def _stream_options(name: str, value: object) -> None:
             as_bool(f"{name}.{key}", options[key])
 
 
-def _schema(name: str, value: object) -> dict[str, object]:
+def schema(name: str, value: object) -> dict[str, object]:
+    """A constraint on decoding: an object that nests no deeper than the engine takes."""
     constraint = as_object(name, value)
     if deeper_than(constraint, SCHEMA_DEPTH_MAX + 2):
         raise malformed(f"{name} nests deeper than {SCHEMA_DEPTH_MAX} levels", name)
@@ -77,14 +78,14 @@ def _schema(name: str, value: object) -> dict[str, object]:
 
 
 def _response_format(name: str, value: object) -> None:
-    kind = _schema(name, value)
+    kind = schema(name, value)
     one_of("text", "json_object", "json_schema", "structural_tag")(f"{name}.type", kind.get("type"))
     if kind["type"] == "json_schema" and not isinstance(kind.get("json_schema"), dict):
         raise malformed(f"{name} of type json_schema needs json_schema", name)
 
 
 def _structured_outputs(name: str, value: object) -> None:
-    constraint = _schema(name, value)
+    constraint = schema(name, value)
     if sum(constraint.get(key) is not None for key in ("json", "regex", "choice")) > 1:
         raise malformed(f"{name} takes one of json, regex and choice", name)
 
@@ -154,9 +155,6 @@ def asked(values: Mapping[str, Any], names: tuple[str, ...], default_tokens: int
     field = names[place]
     # A field of equal or higher precedence decides; one that the body lacks can be added without touching the rest.
     free = [name for name in names[: place + 1] if name not in values]
-    truncate = values.get("truncate_prompt_tokens")
-    if truncate == 0:
-        raise malformed("truncate_prompt_tokens leaves no prompt", "truncate_prompt_tokens")
     return Asked(
         ceiling_field=field,
         output_tokens=values.get(field),
@@ -165,11 +163,33 @@ def asked(values: Mapping[str, Any], names: tuple[str, ...], default_tokens: int
         written_is_new=bool(free),
         sequences_per_prompt=values.get("n") or 1,
         min_tokens=values.get("min_tokens", 0),
-        truncate_tokens=truncate,
-        lowered=values.get("service_tier") == "flex",
-        # A client's priority would let its request pass those that were admitted before it.
-        removed=("priority",) if values.get("priority") else (),
+        truncate_tokens=_truncate_tokens(values),
+        lowered=_lowered(values),
+        removed=_removed(values),
     )
+
+
+def asked_of_prompts(values: Mapping[str, Any]) -> Asked:
+    """What a request asks for that runs nothing but its prompts."""
+    return Asked(
+        truncate_tokens=_truncate_tokens(values), generates=False, lowered=_lowered(values), removed=_removed(values)
+    )
+
+
+def _truncate_tokens(values: Mapping[str, Any]) -> int | None:
+    truncate: int | None = values.get("truncate_prompt_tokens")
+    if truncate == 0:
+        raise malformed("truncate_prompt_tokens leaves no prompt", "truncate_prompt_tokens")
+    return truncate
+
+
+def _lowered(values: Mapping[str, Any]) -> bool:
+    return values.get("service_tier") == "flex"
+
+
+def _removed(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """A client's priority would let its request pass those that were admitted before it."""
+    return ("priority",) if values.get("priority") else ()
 
 
 def check_stream(body: Mapping[str, Any], values: Mapping[str, object]) -> None:
@@ -182,15 +202,30 @@ def check_stream(body: Mapping[str, Any], values: Mapping[str, object]) -> None:
         raise malformed("prompt_logprobs are not available with stream", "prompt_logprobs")
 
 
-def ids_length(ids: list[Any], token_id_max: int) -> int:
+def texts_or_ids(name: str, value: object, token_id_max: int, prompts_max: int, *, add_special_tokens: bool) -> Prompts:
+    """The prompts of the field `name`: one text, a list of texts, one list of ids or a list of such lists."""
+    if isinstance(value, str) and value:
+        return Prompts((value,), (), add_special_tokens)
+    if not isinstance(value, list) or not value:
+        raise malformed(f"{name} must be a non-empty string, or a list of strings or token ids", name)
+    if not isinstance(value[0], str | list) or len(set(map(type, value))) > 1:
+        return Prompts((), (_ids_length(name, value, token_id_max),), add_special_tokens)
+    if len(value) > prompts_max:
+        raise malformed(f"{name} holds more than {prompts_max} prompts", name)
+    if isinstance(value[0], str):
+        return Prompts(tuple(value), (), add_special_tokens)
+    return Prompts((), tuple(_ids_length(name, ids, token_id_max) for ids in value), add_special_tokens)
+
+
+def _ids_length(name: str, ids: list[Any], token_id_max: int) -> int:
     """Tokens of a prompt given as ids. `array` checks a list of plain integers in one pass in C."""
     if not ids:
-        raise malformed("prompt holds an empty list of token ids", "prompt")
-    outside = malformed(f"prompt holds a token id outside 0 to {token_id_max}", "prompt")
+        raise malformed(f"{name} holds an empty list of token ids", name)
+    outside = malformed(f"{name} holds a token id outside 0 to {token_id_max}", name)
     try:
         array("Q", ids)
     except TypeError:
-        ids = [as_int("prompt", item) for item in ids]
+        ids = [as_int(name, item) for item in ids]
     except OverflowError:
         raise outside from None
     if max(ids) > token_id_max or min(ids) < 0:
