@@ -88,6 +88,7 @@ FIELDS: Mapping[str, Check] = {
             "mm_processor_kwargs",
             "presence_penalty",
             "priority",
+            "repetition_penalty",
             "request_id",
             "seed",
             "session_id",
@@ -118,7 +119,6 @@ FIELDS: Mapping[str, Check] = {
     "previous_response_id": refused(_HISTORY),
     "prompt": refused("needs stored templates and is not accepted here"),
     "reasoning": nullable(_reasoning),
-    "repetition_penalty": nullable(COMMON["repetition_penalty"]),
     "service_tier": one_of("auto", "default", "flex", "scale", "priority"),
     "skip_special_tokens": nullable(as_bool),
     "store": nullable(as_bool),
@@ -141,7 +141,7 @@ class _ToolSet(NamedTuple):
 def read(body: Mapping[str, Any], model: Tools) -> Read:
     """The rules of POST /v1/responses."""
     values: dict[str, Any] = checked(body, FIELDS)
-    if values.get("text") and values.get("structured_outputs"):
+    if values.get("text") and body.get("structured_outputs") is not None:
         raise malformed("structured_outputs and text.format exclude each other", "structured_outputs")
     chat.check_tools_count(values.get("tools"))
     tools = _tool_set(values.get("tools") or [])
