@@ -61,7 +61,7 @@ def _nothing() -> None:
 
 
 class _Reply(NamedTuple):
-    """A message to Envoy, whether it is the stream's last, and what to record of it once it is on its way."""
+    """A message to Envoy, whether it is the stream's last, and what to log of it once it is on its way."""
 
     message: bytes
     final: bool = False
@@ -195,7 +195,8 @@ class Servicer:
             case Refuse(reject):
                 return self._refuse(stream, reject, started_ns)
             case Pass(bypass):
-                return _Reply(wire.passed(bypass, policy_version=self._desk.policy.version), tell=self._metrics.passed)
+                self._metrics.passed()
+                return _Reply(wire.passed(bypass, policy_version=self._desk.policy.version))
             case PassPart(part):
                 return _Reply(wire.PASS[part])
             case Count() | Tokenize() | Done():
@@ -242,9 +243,11 @@ class Servicer:
         )
         decided_ns = time.monotonic_ns() - started_ns
 
+        # Counted before the answer can be read: who has an answer finds it in the metrics.
+        self._metrics.admitted(reservation.lane, demand)
+        self._metrics.decided(decided_ns / NS_PER_S)
+
         def tell() -> None:
-            self._metrics.admitted(reservation.lane, demand)
-            self._metrics.decided(decided_ns / NS_PER_S)
             _log.info(
                 "admit",
                 request_id=_request_id(stream),
@@ -272,9 +275,10 @@ class Servicer:
         message = wire.refused(answer, reject.reason)
         decided_ns = time.monotonic_ns() - started_ns
 
+        self._metrics.refused(reject.lane, reject.reason, reject.demand)
+        self._metrics.decided(decided_ns / NS_PER_S)
+
         def tell() -> None:
-            self._metrics.refused(reject.lane, reject.reason, reject.demand)
-            self._metrics.decided(decided_ns / NS_PER_S)
             _log.info(
                 "refuse",
                 request_id=_request_id(stream),
