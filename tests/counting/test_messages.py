@@ -25,7 +25,16 @@ SYSTEM_FIRST_TEMPLATE = (
     "{% if message.role == 'system' and not loop.first %}{{ raise_exception('system comes first') }}{% endif %}"
     "{{ message.role }}: {{ message.content }}\n{% endfor %}"
 )
-EFFORT_TEMPLATE = "{{ reasoning_effort if reasoning_effort != 'none' else 'max' }}: {{ messages[0].content }}"
+IGNORING_TEMPLATE = "{{ reasoning_effort if reasoning_effort != 'none' else 'max' }}: {{ messages[0].content }}"
+REFUSING_TEMPLATE = (
+    "{{ raise_exception('x') if reasoning_effort == 'none' else reasoning_effort }}: {{ messages[0].content }}"
+)
+TEMPLATES = {
+    "plain": PLAIN_TEMPLATE,
+    "first": SYSTEM_FIRST_TEMPLATE,
+    "ignoring": IGNORING_TEMPLATE,
+    "refusing": REFUSING_TEMPLATE,
+}
 
 
 def request(*messages: dict[str, Any], **fields: Any) -> dict[str, Any]:
@@ -201,9 +210,9 @@ def test_any_texts_are_counted_as_their_chat(turns: list[tuple[str, str]], count
 
 @pytest.fixture(scope="module")
 def templates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Counter]:
-    """Models `plain`, `first` and `effort` with a template each."""
+    """A model with each template, named as it."""
     models = {}
-    for name, source in (("plain", PLAIN_TEMPLATE), ("first", SYSTEM_FIRST_TEMPLATE), ("effort", EFFORT_TEMPLATE)):
+    for name, source in TEMPLATES.items():
         directory = tmp_path_factory.mktemp(name)
         for path in QWEN3.iterdir():
             (directory / path.name).symlink_to(path)
@@ -236,9 +245,10 @@ def test_later_system_text_joins_the_first_where_the_template_needs_it(
     assert prompt == rendered(templates, body)
 
 
-def test_disabled_thinking_is_a_low_effort_where_none_is_ignored(templates: Counter) -> None:
-    """A template that renders `none` like another effort is asked for the lowest."""
-    assert "low: hi" == rendered(templates, request(model="effort", thinking={"type": "disabled"}))
+@pytest.mark.parametrize("model", ["ignoring", "refusing"])
+def test_disabled_thinking_is_a_low_effort_where_none_does_not_work(model: str, templates: Counter) -> None:
+    """A template that refuses `none`, or renders it like another effort, is asked for the lowest."""
+    assert "low: hi" == rendered(templates, request(model=model, thinking={"type": "disabled"}))
 
 
 def test_ceiling_is_max_tokens(counter: Counter) -> None:

@@ -333,6 +333,7 @@ def test_harmless_fields_pass(fields: dict[str, Any], counter: Counter) -> None:
         ({"tools": [{"name": "f"}]}, "tools.type"),
         ({"tools": [{"type": "function"}]}, "tools.name"),
         ({"tools": [{"type": "function", **WEATHER}] * 513}, "tools"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "f"}] * 513}]}, "tools"),
         ({"tools": [{"type": "custom", "name": "p", "format": {"type": "grammar"}}]}, "tools.format"),
         ({"tools": [{"type": "namespace", "name": "n"}]}, "tools.tools"),
         ({"tool_choice": "required"}, "tool_choice"),

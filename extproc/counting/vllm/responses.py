@@ -9,6 +9,7 @@ known here and not counted.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -185,12 +186,13 @@ def _tool_set(tools: list[Any]) -> _ToolSet:
             functions.append(_custom(tool))
         elif kind == "namespace":
             own = _namespaced(tool)
-            functions += own.values()
-            local += own
+            functions += [function for _, function in own]
+            local += [name for name, _ in own]
         else:
             runs = True
+    chat.check_tools_count(functions)
     full = {as_str("tools.name", function.get("name")) for function in functions}
-    names = full | {name for name in local if local.count(name) == 1}
+    names = full | {name for name, count in Counter(local).items() if count == 1}
     return _ToolSet([{"type": "function", "function": function} for function in functions], runs, frozenset(names))
 
 
@@ -201,15 +203,15 @@ def _custom(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {"name": tool.get("name"), "description": tool.get("description"), "parameters": _CUSTOM_PARAMETERS}
 
 
-def _namespaced(tool: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The functions of a namespace by their own names."""
+def _namespaced(tool: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """The functions of a namespace, each with its own name."""
     namespace = as_str("tools.name", tool.get("name"))
-    found = {}
+    found = []
     for inner in as_list("tools.tools", tool.get("tools")):
         definition = as_object("tools.tools", inner)
         if definition.get("type") == "function":
             name = as_str("tools.tools.name", definition.get("name"))
-            found[name] = {**definition, "name": f"{namespace}__{name}"}
+            found.append((name, {**definition, "name": f"{namespace}__{name}"}))
     return found
 
 
