@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
@@ -63,6 +63,8 @@ def refusal(value: object, kind: type[Any]) -> bool:
 
 
 @given(SCALARS)
+@example("0\x1f")
+@example("\u30007")
 def test_integers_are_coerced_as_in_lax_mode(value: object) -> None:
     """What pydantic takes as an integer has the same value here; numbers beyond int64 are refused."""
     try:
