@@ -20,7 +20,7 @@ INT64_MAX = 2**63 - 1
 
 _INT_TEXT = re.compile(r"[+-]?[0-9]+(?:_[0-9]+)*(?:\.0+)?")
 _INT_TEXT_CHARS_MAX = 64  # far above the 19 digits of an int64, far below where int() becomes slow
-_SPACES = "".join(char for char in map(chr, range(0x3001)) if char.isspace() and not "\x1c" <= char <= "\x1f")
+SPACES = "".join(char for char in map(chr, range(0x3001)) if char.isspace() and not "\x1c" <= char <= "\x1f")
 """What pydantic trims: Unicode's white space, to which Python's `strip` adds four separators."""
 
 _TRUE = frozenset({"1", "on", "t", "true", "y", "yes"})
@@ -49,7 +49,7 @@ def as_int(name: str, value: object) -> int:
 
 
 def _int_of_text(text: str) -> int | None:
-    text = text.strip(_SPACES)
+    text = text.strip(SPACES)
     if len(text) > _INT_TEXT_CHARS_MAX or not _INT_TEXT.fullmatch(text):
         return None
     return int(text.partition(".")[0])

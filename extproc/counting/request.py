@@ -45,6 +45,37 @@ class Asked(NamedTuple):
     removed: tuple[str, ...] = ()
 
 
+def asked_of(
+    values: Mapping[str, Any],
+    names: tuple[str, ...],
+    default_tokens: int | None = None,
+    within: tuple[str, ...] = (),
+) -> Asked:
+    """What the fields `n`, `min_tokens` and those of the ceiling ask for.
+
+    `names` are the ceiling's fields: the first that is not null holds, and the last one stands for a default. `values`
+    are those of the object at `within`, of the whole body where that is empty.
+    """
+    place = next((index for index, name in enumerate(names) if values.get(name) is not None), len(names) - 1)
+    field = names[place]
+    # A field of equal or higher precedence decides; one that the body lacks can be added without touching the rest.
+    free = [name for name in names[: place + 1] if name not in values]
+    return Asked(
+        ceiling_field=".".join((*within, field)),
+        output_tokens=values.get(field),
+        default_tokens=default_tokens,
+        written=(*within, free[-1] if free else field),
+        written_is_new=bool(free),
+        sequences_per_prompt=values.get("n") or 1,
+        min_tokens=values.get("min_tokens", 0),
+    )
+
+
+def is_lowered(values: Mapping[str, Any]) -> bool:
+    """Whether a body declares that bulk service is enough: OpenAI's tier for work that can wait."""
+    return values.get("service_tier") == "flex"
+
+
 Read = tuple[Asked, Callable[[], Prompts]]
 """A checked body, and what renders its prompts: the dear part, which may still raise Fault."""
 

@@ -22,13 +22,33 @@ import jinja2.runtime
 import jinja2.sandbox
 import jinja2.utils
 
-from extproc.counting.fields import malformed
+from extproc.counting.fields import as_object, malformed
 
 RENDERED_CHARS_MAX = 64 * 2**20
 """Longest rendered prompt. Templates repeat little of their input, so this is far above what any body within the
 largest body limit renders to in a context that exists; it keeps one request from holding the tokenizer for minutes."""
 
 _CONTINUE_MARK = "TOKENLANE_FINAL_MESSAGE_END "
+
+_RESERVED_TEMPLATE_VARIABLES = frozenset(
+    {
+        "chat_template",
+        "conversation",
+        "max_length",
+        "messages",
+        "model_config",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "tokenize",
+        "tokenizer",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    }
+)
+"""Names that a request's `chat_template_kwargs` may not set: arguments of the rendering itself."""
 
 Message = dict[str, Any]
 
@@ -42,6 +62,14 @@ class Chat(NamedTuple):
     add_generation_prompt: bool
     continue_final_message: bool
     variables: Mapping[str, object]
+
+
+def template_variables(name: str, value: object) -> dict[str, object]:
+    """A request's own variables for a template; Fault for one that it may not set."""
+    variables = as_object(name, value)
+    for key in _RESERVED_TEMPLATE_VARIABLES.intersection(variables):
+        raise malformed(f"{name} cannot set {key}", f"{name}.{key}")
+    return variables
 
 
 class _GenerationTag(jinja2.ext.Extension):
@@ -123,6 +151,7 @@ class ChatTemplate:
     """One compiled template.
 
     `parts_as_list`: the template loops over the parts of a message's content, so content reaches it as a list.
+    `content_loops`: names of variables whose `content` some loop runs over.
     `variables`: the names a request may set; others never reach the template.
     """
 
@@ -132,7 +161,8 @@ class ChatTemplate:
         self._template = environment.from_string(source)
         self._base = {**self._template.globals, **special_tokens}
         self.variables = frozenset(jinja2.meta.find_undeclared_variables(tree))
-        self.parts_as_list = _loops_over_content(tree)
+        self.content_loops = _content_loops(tree)
+        self.parts_as_list = bool(self.content_loops & _message_names(tree))
         self.source = source
         self.knows_developer = "developer" in source
 
@@ -183,16 +213,20 @@ def _cut_at_mark(text: str, ending: str) -> str:
     return text[:at] if kept else text[:at].rstrip()
 
 
-def _loops_over_content(tree: jinja2.nodes.Template) -> bool:
-    """Whether some loop runs over `message.content` of a loop over `messages`: vLLM's rule for the "openai" format."""
+def _content_loops(tree: jinja2.nodes.Template) -> frozenset[str]:
+    names = {node.name for node in tree.find_all(jinja2.nodes.Name)}
+    iterated = [loop.iter for loop in tree.find_all(jinja2.nodes.For)]
+    return frozenset(name for name in names if any(_reads(node, name, "content") for node in iterated))
+
+
+def _message_names(tree: jinja2.nodes.Template) -> set[str]:
+    """Variables of the loops over `messages`: vLLM's rule for the "openai" format looks at their content."""
     lists = _names_assigned_from(tree, "messages")
-    loops = list(tree.find_all(jinja2.nodes.For))
-    items = {
+    return {
         loop.target.name
-        for loop in loops
+        for loop in tree.find_all(jinja2.nodes.For)
         if isinstance(loop.target, jinja2.nodes.Name) and any(_reads(loop.iter, name) for name in lists)
     }
-    return any(_reads(loop.iter, name, "content") for loop in loops for name in items)
 
 
 def _names_assigned_from(tree: jinja2.nodes.Template, name: str) -> set[str]:

@@ -10,7 +10,6 @@ from extproc.counting.fields import (
     as_bool,
     as_int,
     as_list,
-    as_object,
     as_str,
     checked,
     integer,
@@ -21,10 +20,11 @@ from extproc.counting.fields import (
     one_of,
     refused,
 )
+from extproc.counting.prompts import REPLACES_PROMPT, SEQUENCES_MAX
 from extproc.counting.request import Prompts, Read, Tools
-from extproc.counting.template import Chat, ChatTemplate
+from extproc.counting.template import Chat, ChatTemplate, template_variables
 from extproc.counting.vllm.conversation import conversation, tools_as_rendered
-from extproc.counting.vllm.rules import COMMON, REPLACES_PROMPT, SEQUENCES_MAX, asked, check_stream
+from extproc.counting.vllm.rules import COMMON, asked, check_stream
 
 MESSAGES_MAX = 4096
 """Messages of one chat. Each costs a few microseconds of the event loop to render; agents' histories hold hundreds."""
@@ -35,39 +35,11 @@ TOOLS_MAX = 512
 CEILINGS = ("max_completion_tokens", "max_tokens")
 """Fields of the output ceiling, the first that is not null holds."""
 
-_RESERVED_TEMPLATE_VARIABLES = frozenset(
-    {
-        "chat_template",
-        "conversation",
-        "max_length",
-        "messages",
-        "model_config",
-        "padding",
-        "return_assistant_tokens_mask",
-        "return_dict",
-        "return_tensors",
-        "tokenize",
-        "tokenizer",
-        "tokenizer_kwargs",
-        "tools",
-        "truncation",
-    }
-)
-"""Names that a request's `chat_template_kwargs` may not set: arguments of the rendering itself."""
-
-
-def _template_variables(name: str, value: object) -> dict[str, object]:
-    variables = as_object(name, value)
-    for key in _RESERVED_TEMPLATE_VARIABLES.intersection(variables):
-        raise malformed(f"{name} cannot set {key}", f"{name}.{key}")
-    return variables
-
-
 FIELDS: Mapping[str, Check] = {
     **COMMON,
     "add_generation_prompt": as_bool,
     "chat_template": refused(REPLACES_PROMPT),
-    "chat_template_kwargs": nullable(_template_variables),
+    "chat_template_kwargs": nullable(template_variables),
     "continue_final_message": as_bool,
     "documents": nullable(list_of(map_of(as_str))),
     "echo": as_bool,

@@ -6,11 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from extproc.counting.fields import Check, as_bool, checked, integer, nullable, refused
+from extproc.counting.prompts import PROMPTS_MAX, SEQUENCES_MAX, texts_or_ids
 from extproc.counting.request import Read, Tools
-from extproc.counting.vllm.rules import COMMON, SEQUENCES_MAX, asked, check_stream, texts_or_ids
-
-PROMPTS_MAX = 1024
-"""Prompts of one request: VLLM_MAX_COMPLETION_PROMPTS."""
+from extproc.counting.vllm.rules import COMMON, asked, check_stream
 
 DEFAULT_TOKENS = 16
 """Ceiling of a request that states none: OpenAI's and vLLM's documented default."""

@@ -24,9 +24,10 @@ from extproc.counting.fields import (
     one_of,
     refused,
 )
+from extproc.counting.prompts import texts_or_ids
 from extproc.counting.request import Prompts, Read, Tools
 from extproc.counting.vllm import chat
-from extproc.counting.vllm.rules import COMMON, asked_of_prompts, texts_or_ids
+from extproc.counting.vllm.rules import COMMON, asked_of_prompts
 
 PROMPTS_MAX = 2048
 """Prompts of one request: what OpenAI accepts for embeddings."""

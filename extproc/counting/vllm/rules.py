@@ -8,7 +8,6 @@ prompt at every step, so that no reservation bounds its prefill.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,18 +29,14 @@ from extproc.counting.fields import (
     one_of,
     refused,
 )
-from extproc.counting.request import Asked, Prompts
-
-SEQUENCES_MAX = 16_384
-"""Sequences of one prompt: VLLM_MAX_N_SEQUENCES."""
+from extproc.counting.prompts import REPLACES_PROMPT
+from extproc.counting.request import Asked, asked_of, is_lowered
 
 STOP_STRINGS_MAX = 4
 """VLLM_MAX_STOP_STRINGS."""
 
 SCHEMA_DEPTH_MAX = 64
 """Levels of a schema that constrains decoding; vLLM refuses deeper ones."""
-
-REPLACES_PROMPT = "would replace the counted prompt and is not accepted here"
 
 
 def _stop(name: str, value: object) -> None:
@@ -150,29 +145,16 @@ COMMON: Mapping[str, Check] = {
 
 
 def asked(values: Mapping[str, Any], names: tuple[str, ...], default_tokens: int | None = None) -> Asked:
-    """`names` are the ceiling's fields: the first that is not null holds, and the last one stands for a default."""
-    place = next((index for index, name in enumerate(names) if values.get(name) is not None), len(names) - 1)
-    field = names[place]
-    # A field of equal or higher precedence decides; one that the body lacks can be added without touching the rest.
-    free = [name for name in names[: place + 1] if name not in values]
-    return Asked(
-        ceiling_field=field,
-        output_tokens=values.get(field),
-        default_tokens=default_tokens,
-        written=(free[-1] if free else field,),
-        written_is_new=bool(free),
-        sequences_per_prompt=values.get("n") or 1,
-        min_tokens=values.get("min_tokens", 0),
-        truncate_tokens=_truncate_tokens(values),
-        lowered=_lowered(values),
-        removed=_removed(values),
+    """`asked_of` with what vLLM's fields say besides."""
+    return asked_of(values, names, default_tokens)._replace(
+        lowered=is_lowered(values), truncate_tokens=_truncate_tokens(values), removed=_removed(values)
     )
 
 
 def asked_of_prompts(values: Mapping[str, Any]) -> Asked:
     """What a request asks for that runs nothing but its prompts."""
     return Asked(
-        truncate_tokens=_truncate_tokens(values), generates=False, lowered=_lowered(values), removed=_removed(values)
+        truncate_tokens=_truncate_tokens(values), generates=False, lowered=is_lowered(values), removed=_removed(values)
     )
 
 
@@ -181,10 +163,6 @@ def _truncate_tokens(values: Mapping[str, Any]) -> int | None:
     if truncate == 0:
         raise malformed("truncate_prompt_tokens leaves no prompt", "truncate_prompt_tokens")
     return truncate
-
-
-def _lowered(values: Mapping[str, Any]) -> bool:
-    return values.get("service_tier") == "flex"
 
 
 def _removed(values: Mapping[str, Any]) -> tuple[str, ...]:
@@ -200,34 +178,3 @@ def check_stream(body: Mapping[str, Any], values: Mapping[str, object]) -> None:
     prompt_logprobs = values.get("prompt_logprobs")
     if body.get("stream") and prompt_logprobs:
         raise malformed("prompt_logprobs are not available with stream", "prompt_logprobs")
-
-
-def texts_or_ids(name: str, value: object, token_id_max: int, prompts_max: int, *, add_special_tokens: bool) -> Prompts:
-    """The prompts of the field `name`: one text, a list of texts, one list of ids or a list of such lists."""
-    if isinstance(value, str) and value:
-        return Prompts((value,), (), add_special_tokens)
-    if not isinstance(value, list) or not value:
-        raise malformed(f"{name} must be a non-empty string, or a list of strings or token ids", name)
-    if not isinstance(value[0], str | list) or len(set(map(type, value))) > 1:
-        return Prompts((), (_ids_length(name, value, token_id_max),), add_special_tokens)
-    if len(value) > prompts_max:
-        raise malformed(f"{name} holds more than {prompts_max} prompts", name)
-    if isinstance(value[0], str):
-        return Prompts(tuple(value), (), add_special_tokens)
-    return Prompts((), tuple(_ids_length(name, ids, token_id_max) for ids in value), add_special_tokens)
-
-
-def _ids_length(name: str, ids: list[Any], token_id_max: int) -> int:
-    """Tokens of a prompt given as ids. `array` checks a list of plain integers in one pass in C."""
-    if not ids:
-        raise malformed(f"{name} holds an empty list of token ids", name)
-    outside = malformed(f"{name} holds a token id outside 0 to {token_id_max}", name)
-    try:
-        array("Q", ids)
-    except TypeError:
-        ids = [as_int(name, item) for item in ids]
-    except OverflowError:
-        raise outside from None
-    if max(ids) > token_id_max or min(ids) < 0:
-        raise outside
-    return len(ids)
