@@ -45,14 +45,20 @@ class Endpoint(StrEnum):
     SCORE = "/score"
     SCORE_V1 = "/v1/score"
     CLASSIFY = "/classify"
+    GENERATE = "/generate"
 
 
 _RUNNING_PATHS = frozenset(
     {
         *Endpoint,
-        "/generate",
+        "/",
+        "/api/chat",
+        "/api/generate",
+        "/encode",
+        "/generate_stream",
         "/invocations",
         "/pooling",
+        "/vertex",
     }
 )
 """Paths of vLLM, SGLang and TGI that put tokens on an engine: none of them may pass uncounted."""
@@ -63,6 +69,8 @@ class EngineName(StrEnum):
     """Engine profiles: whose rules turn a body into prompts and ceilings."""
 
     VLLM = "vllm"
+    SGLANG = "sglang"
+    TGI = "tgi"
 
 
 @unique

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from extproc.core.policy import Endpoint, EngineName
-from extproc.counting import vllm
+from extproc.counting import sglang, tgi, vllm
 from extproc.counting.request import Reader
 
-PROFILES: Mapping[EngineName, Mapping[Endpoint, Reader]] = MappingProxyType({EngineName.VLLM: vllm.READERS})
+PROFILES: Mapping[EngineName, Mapping[Endpoint, Reader]] = MappingProxyType(
+    {EngineName.VLLM: vllm.READERS, EngineName.SGLANG: sglang.READERS, EngineName.TGI: tgi.READERS}
+)
