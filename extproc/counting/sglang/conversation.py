@@ -56,6 +56,8 @@ def _message(message: object, *, parts_as_list: bool) -> Message:
         "tools": None if message.get("tools") is None else tools_as_rendered("messages.tools", message["tools"]),
         "prefix": nullable(as_bool)("messages.prefix", message.get("prefix")),
     }
+    if parts_as_list and isinstance(content, list):
+        shaped["content"] = shaped.pop("content")  # a list that was handed on is the last key
     return {name: value for name, value in shaped.items() if value is not None}
 
 
