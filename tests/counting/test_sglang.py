@@ -13,7 +13,7 @@ from extproc.core.policy import Endpoint
 from extproc.core.values import Fault, Reason
 from extproc.counting import Counter
 from extproc.counting.request import Tools
-from extproc.counting.sglang import chat
+from extproc.counting.sglang import READERS, chat
 from extproc.counting.template import ChatTemplate
 from tests.counting.models import CHAT, COMPLETIONS, DATA, counted, outcome, policy, status, user
 
@@ -327,6 +327,26 @@ def test_template_of_bare_functions_gets_them_next() -> None:
     _, render = chat.read(user(tools=tools), Tools({"default": ChatTemplate(source, {})}, 9))
 
     assert ("f!",) == render().texts
+
+
+def test_tools_are_dumped_as_the_engine_dumps_them() -> None:
+    """Keys of a function keep the client's order, what it lacks follows as null, and extras go."""
+    function = {"parameters": {"type": "dict"}, "name": "f", "x": 1}
+    _, render = chat.read(
+        user(tools=[{"function": function}]), Tools({"default": ChatTemplate("{{ tools | tojson }}", {})}, 9)
+    )
+    dumped = {"parameters": {"type": "object"}, "name": "f", "description": None}
+
+    assert (json.dumps([{"type": "function", "function": dumped, "defer_loading": None}]),) == render().texts
+
+
+def test_only_chats_bring_their_own_special_tokens() -> None:
+    """The tokenizer adds its special tokens to plain texts, and none to what a template rendered."""
+    tools = Tools({"default": ChatTemplate("x", {})}, 9)
+    bodies = {CHAT: user(), COMPLETIONS: {"prompt": "a"}, GENERATE: {"text": "a"}}
+    found = {endpoint: READERS[endpoint](body, tools)[1]().add_special_tokens for endpoint, body in bodies.items()}
+
+    assert {CHAT: False, COMPLETIONS: True, GENERATE: True} == found
 
 
 def test_tools_of_system_messages_reach_the_template() -> None:

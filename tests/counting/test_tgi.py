@@ -14,7 +14,7 @@ from extproc.core.values import Fault, Reason
 from extproc.counting import Counter
 from extproc.counting.request import Tools
 from extproc.counting.template import ChatTemplate
-from extproc.counting.tgi import chat
+from extproc.counting.tgi import READERS, chat
 from tests.counting.models import CHAT, COMPLETIONS, counted, outcome, policy, user
 
 GENERATE = Endpoint.GENERATE
@@ -120,6 +120,15 @@ def test_last_assistant_message_is_continued() -> None:
         {"role": "user", "content": "a"}, {"role": "assistant", "content": "a b  "}
     )
     assert "[assistant] \n>" == _rendered({"role": "assistant", "content": ""})
+
+
+def test_only_chats_bring_their_own_special_tokens() -> None:
+    """The tokenizer adds its special tokens to plain texts, and none to what a template rendered."""
+    bodies = {CHAT: user(), COMPLETIONS: {"prompt": "a"}, GENERATE: generate()}
+    model = Tools({"default": BARE}, 9)
+    found = {endpoint: READERS[endpoint](body, model)[1]().add_special_tokens for endpoint, body in bodies.items()}
+
+    assert {CHAT: False, COMPLETIONS: True, GENERATE: True} == found
 
 
 def test_completion_counts_each_prompt(tgi: Counter) -> None:
