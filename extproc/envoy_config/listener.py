@@ -39,7 +39,14 @@ RUNNING_INTERVAL_NS = 5_000_000_000
 FLUSH_INTERVAL_NS = 10_000_000
 """Entries wait this long for company: an orphan ends that much later, and a message carries many of them."""
 
-ENGINE_PRIORITY_HEADERS = ("x-vllm-priority", "x-data-parallel-rank")
+ENGINE_PRIORITY_HEADERS = (
+    "x-vllm-priority",
+    "x-data-parallel-rank",
+    "x-override-priority",
+    "x-override-rid",
+    "x-override-routed-dp-rank",
+    "x-override-conversation-id",
+)
 """Headers by which a client would jump an engine's queue or choose its rank."""
 
 
