@@ -54,7 +54,7 @@ def _line(logger: object, method: str, event: structlog.typing.EventDict) -> byt
     event["level"] = method
     if "exc_info" in event:
         event = structlog.processors.format_exc_info(logger, method, event)
-    event["timestamp"] = datetime.now(UTC)
+    event.setdefault("timestamp", datetime.now(UTC))
     return orjson.dumps(event, default=repr, option=orjson.OPT_UTC_Z)
 
 

@@ -6,7 +6,7 @@ they cost a decision nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily, Metric
@@ -31,6 +31,8 @@ class Metrics:
 
     def __init__(self, desk: Desk) -> None:
         self.registry = CollectorRegistry()
+        self._settling = _SettlingCollector()
+        self.registry.register(self._settling)  # first, so that all that follows is settled
         self.registry.register(_DeskCollector(desk))
         self._tokenizers = _TokenizerCollector()
         self.registry.register(self._tokenizers)
@@ -72,6 +74,10 @@ class Metrics:
     def journal_error(self) -> None:
         """Count a write to the journal that failed."""
         self._journal_errors.inc()
+
+    def before_scrape(self, settle: Callable[[], None]) -> None:
+        """Call `settle` before each scrape, for what it has not told yet."""
+        self._settling.settle = settle
 
     def watch_tokenizers(self, counter: TokenCounter) -> None:
         """Show with every scrape who counts for each model."""
@@ -127,6 +133,17 @@ class Metrics:
 
     def _histogram(self, name: str, documentation: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
         return Histogram(name, documentation, labels, namespace="tokenlane", registry=self.registry, buckets=buckets)
+
+
+class _SettlingCollector(Collector):
+    """Shows nothing; lets others bring their metrics up to date."""
+
+    settle: Callable[[], None] | None = None
+
+    def collect(self) -> Iterator[Metric]:
+        if self.settle is not None:
+            self.settle()
+        return iter(())
 
 
 class _TokenizerCollector(Collector):

@@ -110,6 +110,7 @@ class Server:
         await self.health.start()
         await self._grpc.start()
         self._expirer = asyncio.create_task(self._expire())
+        self._teller = asyncio.create_task(self._servicer.verdicts.keep_told())
         await self.health.set_ready(ready=True)
         _log.info("ready", policy=self._policy.version, listen=options.listen, admin_port=self.admin_port)
 
@@ -170,9 +171,11 @@ class Server:
         """Stop now; open streams end, and Envoy lets their responses finish."""
         await self.health.set_ready(ready=False)
         self._stopping = True
-        self._expirer.cancel()
-        await asyncio.gather(self._expirer, return_exceptions=True)
+        for task in (self._expirer, self._teller):
+            task.cancel()
+        await asyncio.gather(self._expirer, self._teller, return_exceptions=True)
         await self._grpc.stop(grace=0)
+        self._servicer.verdicts.tell()
         await self._prober.close()
         await self._admin.close()
         self._counter.close()

@@ -18,7 +18,7 @@ import structlog
 
 from extproc.core import rejection
 from extproc.core.admission import Desk
-from extproc.core.drain import NS_PER_S, PPM, retry_after
+from extproc.core.drain import PPM, retry_after
 from extproc.core.stream import (
     Action,
     Bounded,
@@ -43,29 +43,23 @@ from extproc.counting import Counter
 from extproc.service import wire
 from extproc.service.book import Book
 from extproc.service.metrics import Metrics
+from extproc.service.verdicts import Verdicts
 
 _WRITTEN = Written()
 _ENDED = Ended()
 _DETACHED = Detached()
 _INTERNAL_ERROR = Reject(Reason.INTERNAL_ERROR, "the gateway failed to decide; nothing was reserved")
 
-NS_PER_US = 1000
-
 _Result = TypeVar("_Result")
 
 _log = structlog.get_logger()
 
 
-def _nothing() -> None:
-    """Nothing to tell of a reply."""
-
-
 class _Reply(NamedTuple):
-    """A message to Envoy, whether it is the stream's last, and what to log of it once it is on its way."""
+    """A message to Envoy, and whether it is the stream's last."""
 
     message: bytes
     final: bool = False
-    tell: Callable[[], None] = _nothing
 
 
 _CONTINUE = _Reply(wire.CONTINUE)
@@ -118,6 +112,7 @@ class Servicer:
         self._book = book
         self._counter = counter
         self._metrics = metrics
+        self.verdicts = Verdicts(metrics)
         self._detaching = detaching
         self._attempts = desk.policy.limits.upstream_retries_max + 1
         self._idle = asyncio.Event()
@@ -177,10 +172,7 @@ class Servicer:
                 if stream.state in (State.RUNNING, State.PASSED):
                     raise  # an answer of ours would replace the engine's
                 reply = self._refuse(stream, _INTERNAL_ERROR, started_ns)
-            try:
-                await context.write(reply.message)
-            finally:
-                reply.tell()
+            await context.write(reply.message)
             if reply.final:
                 return
             stream.receive(_WRITTEN, time.monotonic_ns())
@@ -231,7 +223,6 @@ class Servicer:
         return stream.receive(event, time.monotonic_ns())
 
     def _admit(self, stream: Stream, admit: Admit, body: bytes | None, started_ns: int, *, decoded: bool) -> _Reply:
-        reservation, demand = admit.reservation, admit.demand
         self._book.made(admit)
         message = wire.admitted(
             admit,
@@ -241,29 +232,8 @@ class Servicer:
             busy_retry_s=retry_after(admit.busy_retry_ns, _jitter_ppm()).header_s,
             decoded=decoded,
         )
-        decided_ns = time.monotonic_ns() - started_ns
-
-        # Counted before the answer can be read: who has an answer finds it in the metrics.
-        self._metrics.admitted(reservation.lane, demand)
-        self._metrics.decided(decided_ns / NS_PER_S)
-
-        def tell() -> None:
-            _log.info(
-                "admit",
-                request_id=_request_id(stream),
-                ticket=reservation.ticket,
-                model=demand.model,
-                lane=reservation.lane,
-                lane_reason=admit.lane_reason,
-                replica=reservation.replica,
-                input_tokens=demand.input_tokens,
-                max_output_tokens=demand.max_output_tokens,
-                sequences=demand.sequences,
-                reserved_tokens=reservation.reserve_tokens,
-                decision_us=decided_ns // NS_PER_US,
-            )
-
-        return _Reply(message, tell=tell)
+        self.verdicts.note(admit, _request_id(stream), time.monotonic_ns() - started_ns)
+        return _Reply(message)
 
     def _refuse(self, stream: Stream, reject: Reject, started_ns: int) -> _Reply:
         answer = rejection.answer(
@@ -273,24 +243,8 @@ class Servicer:
             jitter_ppm=_jitter_ppm(),
         )
         message = wire.refused(answer, reject.reason)
-        decided_ns = time.monotonic_ns() - started_ns
-
-        self._metrics.refused(reject.lane, reject.reason, reject.demand)
-        self._metrics.decided(decided_ns / NS_PER_S)
-
-        def tell() -> None:
-            _log.info(
-                "refuse",
-                request_id=_request_id(stream),
-                reason=reject.reason,
-                status=answer.status,
-                lane=reject.lane,
-                input_tokens=None if reject.demand is None else reject.demand.input_tokens,
-                reserve_tokens=None if reject.demand is None else reject.demand.reserve_tokens,
-                decision_us=decided_ns // NS_PER_US,
-            )
-
-        return _Reply(message, final=True, tell=tell)
+        self.verdicts.note(reject, _request_id(stream), time.monotonic_ns() - started_ns)
+        return _Reply(message, final=True)
 
 
 def _jitter_ppm() -> int:

@@ -29,6 +29,10 @@ REQUEST_ID_CHARS_MAX = 256
 PARTS_KEPT_MAX = 4096
 """Serialized headers and metadata kept, of some 100 bytes each; what recurs is far less."""
 
+REFUSALS_KEPT_MAX = 1024
+"""Serialized refusals kept, of some 600 bytes each. They differ in reason, lane and Retry-After, and in the counts
+where there are any."""
+
 
 class WireError(Exception):
     """A message that is none of the protocol's."""
@@ -176,12 +180,19 @@ def refused(answer: Answer, reason: str, *, details: str = "tokenlane") -> bytes
 
     The reason in the metadata keeps Envoy's local reply mappers away from it.
     """
+    reply = pb.ProcessingResponse.FromString(_refusal(answer.status, answer.headers, f"{details}_{reason}", reason))
+    reply.immediate_response.body = answer.body
+    return _bytes(reply)
+
+
+@lru_cache(REFUSALS_KEPT_MAX)
+def _refusal(status: int, headers: tuple[tuple[str, str], ...], details: str, reason: str) -> bytes:
+    """A serialized refusal without its body: few differ in more than that."""
     reply = pb.ProcessingResponse()
     immediate = reply.immediate_response
-    immediate.status.code = answer.status
-    immediate.body = answer.body
-    immediate.details = f"{details}_{reason}"
-    immediate.headers.MergeFromString(_headers(answer.headers))
+    immediate.status.code = status
+    immediate.details = details
+    immediate.headers.MergeFromString(_headers(headers))
     _annotate(reply, ((names.METADATA_REASON, reason),))
     return _bytes(reply)
 
