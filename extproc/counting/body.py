@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from typing import cast
 
 import orjson
 
@@ -17,6 +18,8 @@ from extproc.counting.fields import deeper_than, malformed
 JSON_DEPTH_MAX = 256
 """Twice what serde_json reads, and a quarter of the interpreter's recursion limit, so that neither the parser, a
 template's `tojson` nor the re-serialiser can meet that limit. Schemas in use nest some tens of levels."""
+
+_RENDERED = (b'"tools"', b'"chat_template_kwargs"', b'"arguments"', b'"input"', b"\\u")
 
 _LONG_INTEGER = re.compile(rb"[0-9]{19}")  # the shortest integers that orjson may read as floats
 
@@ -28,6 +31,8 @@ def parse(body: bytes) -> dict[str, object]:
     except orjson.JSONDecodeError:
         document = _loads(body)
     else:
+        if isinstance(document, dict) and _is_plain(document):
+            return document
         if _numbers_may_differ(body):
             document = _loads(body)
     if not isinstance(document, dict):
@@ -37,10 +42,23 @@ def parse(body: bytes) -> dict[str, object]:
     return document
 
 
+def _is_plain(document: dict[str, object]) -> bool:
+    """Whether `document` is but scalars and messages of text: no number of it is printed, and it is not deep."""
+    for name, value in document.items():
+        kind = type(value)
+        if kind is dict or (kind is list and not (name == "messages" and _are_texts(cast("list[object]", value)))):
+            return False
+    return True
+
+
+def _are_texts(messages: list[object]) -> bool:
+    return all(type(message) is dict and {str} >= set(map(type, message.values())) for message in messages)
+
+
 def _numbers_may_differ(body: bytes) -> bool:
     """Whether a template could print a number that orjson reads otherwise than `json`."""
     # These hold values that a template prints; an escape could spell one of their names.
-    rendered = b'"tools"' in body or b'"chat_template_kwargs"' in body or b'"arguments"' in body or b"\\u" in body
+    rendered = any(name in body for name in _RENDERED)
     return rendered and _LONG_INTEGER.search(body) is not None
 
 

@@ -13,13 +13,24 @@ from extproc.core.values import Fault, Reason
 from extproc.counting.body import JSON_DEPTH_MAX, append_field, parse, rewritten
 
 KEYS = st.text(max_size=6) | st.sampled_from(["max_tokens", "max_completion_tokens", "n", "tools"])
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
-    max_leaves=8,
-)
+
+
+def _values(integers: st.SearchStrategy[int]) -> st.SearchStrategy[Any]:
+    return st.recursive(
+        st.none() | st.booleans() | integers | st.floats(allow_nan=False) | st.text(max_size=8),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
+        max_leaves=8,
+    )
+
+
+VALUES = _values(st.integers())
+MODEST_VALUES = _values(st.integers(-(2**63), 2**63))
 OBJECTS = st.dictionaries(KEYS, VALUES, min_size=1, max_size=5)
 INDENTS = st.sampled_from([None, 1])
+
+
+def _message_with(number: int) -> dict[str, Any]:
+    return {"messages": [{"content": [{"input": {"a": number}}]}]}
 
 
 def nested(levels: int) -> bytes:
@@ -73,6 +84,14 @@ def test_parse_reads_what_json_reads(document: dict[str, Any], indent: int | Non
     assert repr(json.loads(body)) == repr(parse(body))
 
 
+@given(st.lists(st.dictionaries(KEYS, MODEST_VALUES, max_size=3) | MODEST_VALUES, max_size=3))
+def test_parse_reads_messages_as_json_does(messages: list[Any]) -> None:
+    """Messages of text alone take a shorter way to the same values."""
+    body = json.dumps({"messages": messages, "model": "m"}).encode()
+
+    assert repr(json.loads(body)) == repr(parse(body))
+
+
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
@@ -82,6 +101,7 @@ def test_parse_reads_what_json_reads(document: dict[str, Any], indent: int | Non
         (b'{"a":1e400}', {"a": float("inf")}),
         (b'{"a":1,"a":2}', {"a": 2}),
         (b'{"max\\u005ftokens":9}', {"max_tokens": 9}),
+        (b'{"messages":[{"content":[{"input":{"a":18446744073709551617}}]}]}', _message_with(18446744073709551617)),
     ],
 )
 def test_parse_agrees_with_json_where_orjson_differs(body: bytes, expected: dict[str, Any]) -> None:
