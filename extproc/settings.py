@@ -7,6 +7,7 @@ file are relative to the file.
 from __future__ import annotations
 
 import ipaddress
+import math
 from decimal import Decimal
 from pathlib import Path
 from types import MappingProxyType
@@ -24,6 +25,7 @@ from pydantic import (
 )
 
 from extproc.core import policy as core
+from extproc.core.drain import PPM
 from extproc.core.values import Lane
 
 NS_PER_S = 1_000_000_000
@@ -185,6 +187,9 @@ class PolicySection(_Section):
         description="POST paths that are open",
     )
     bypass: list[BypassSection] = Field([], description="requests without tokens that may pass")
+    drift_sample_ratio: Decimal = Field(
+        Decimal(0), ge=0, le=1, description="share of the responses read for what the engine counted, to compare"
+    )
 
 
 def load_policy(path: Path) -> core.Policy:
@@ -224,6 +229,7 @@ def freeze(section: PolicySection, base: Path) -> core.Policy:
         endpoints=frozenset(section.endpoints),
         bypass=tuple(core.BypassRule(rule.method, rule.path, rule.pool) for rule in section.bypass),
         default_model=section.default_model,
+        drift_sample_ppm=math.ceil(section.drift_sample_ratio * PPM),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from extproc.config_check.document import choice, duration_ns, flag, section, sections, texts
+from extproc.config_check.document import Node, choice, duration_ns, flag, section, sections, texts
 from extproc.config_check.findings import Fault
 from extproc.config_check.matching import regex_matches, string_matches
 from extproc.config_check.view import CUSTOM_RESPONSE, EXT_PROC, ROUTER, Manager
@@ -99,6 +99,34 @@ def response_headers_not_sent(_policy: Policy, manager: Manager) -> Iterator[Fau
             "response_header_mode is not SKIP, so every answer waits for one more exchange with the service before its "
             "first byte",
         )
+
+
+def responses_sampled(policy: Policy, manager: Manager) -> Iterator[Fault]:
+    """The service may ask for the bodies of the responses that the policy wants compared."""
+    if not policy.drift_sample_ppm:
+        return
+    if not flag(manager.ext_proc, "allow_mode_override"):
+        yield Fault(
+            manager.where,
+            "allow_mode_override is not true, so no response reaches the service, and none is compared with its count",
+        )
+    allowed = sections(manager.ext_proc, "allowed_override_modes")
+    if allowed and not any(_sends_response_bodies(mode) for mode in allowed):
+        yield Fault(
+            manager.where,
+            "allowed_override_modes lacks the mode that sends response bodies, so none is compared with its count",
+        )
+
+
+def _sends_response_bodies(mode: Node) -> bool:
+    """Whether an override is the one that the service asks for: all of it counts but the mode of request headers."""
+    return (
+        choice(mode, "request_body_mode", BODY_MODES) == "BUFFERED"
+        and choice(mode, "response_body_mode", BODY_MODES) == "STREAMED"
+        and choice(mode, "response_header_mode", HEADER_MODES) == "SKIP"
+        and choice(mode, "response_trailer_mode", HEADER_MODES) == "SEND"
+        and choice(mode, "request_trailer_mode", HEADER_MODES) == "SKIP"
+    )
 
 
 def failure_mode_open(_policy: Policy, manager: Manager) -> Iterator[Fault]:

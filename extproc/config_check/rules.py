@@ -36,6 +36,7 @@ MANAGER_RULES: tuple[Rule[Manager], ...] = (
     Rule("response-trailers", _E, filters.response_trailers_sent),
     Rule("response-body", _E, filters.response_body_not_sent),
     Rule("response-headers", _W, filters.response_headers_not_sent),
+    Rule("response-samples", _W, filters.responses_sampled),
     Rule("failure-mode", _E, filters.failure_mode_open),
     Rule("message-timeout", _E, filters.message_timeout),
     Rule("immediate-response", _E, filters.immediate_response),

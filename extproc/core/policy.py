@@ -213,7 +213,10 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Everything a verdict depends on besides the ledger."""
+    """Everything a verdict depends on besides the ledger.
+
+    `drift_sample_ppm`: of a million responses, how many are read for what the engine counted.
+    """
 
     version: str
     limits: Limits
@@ -222,6 +225,7 @@ class Policy:
     endpoints: frozenset[Endpoint]
     bypass: tuple[BypassRule, ...]
     default_model: str | None
+    drift_sample_ppm: int = 0
     _by_name: Mapping[str, Model] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

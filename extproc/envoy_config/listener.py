@@ -143,8 +143,20 @@ def _access_log() -> accesslog.AccessLog:
     )
 
 
+def _mode(response_body_mode: ext_proc.ProcessingModeBodySendMode) -> ext_proc.ProcessingMode:
+    header_mode = ext_proc.ProcessingModeHeaderSendMode
+    return ext_proc.ProcessingMode(
+        request_header_mode=header_mode.SEND,
+        request_body_mode=ext_proc.ProcessingModeBodySendMode.BUFFERED,
+        response_header_mode=header_mode.SKIP,
+        response_body_mode=response_body_mode,
+        request_trailer_mode=header_mode.SKIP,
+        response_trailer_mode=header_mode.SEND,  # keeps the stream until the response ends
+    )
+
+
 def _ext_proc(limits: Limits) -> ext_proc.ExternalProcessor:
-    header_mode, body_mode = ext_proc.ProcessingModeHeaderSendMode, ext_proc.ProcessingModeBodySendMode
+    body_mode = ext_proc.ProcessingModeBodySendMode
     return ext_proc.ExternalProcessor(
         grpc_service=core.GrpcService(
             envoy_grpc=core.GrpcServiceEnvoyGrpc(cluster_name=TOKENLANE_CLUSTER),
@@ -153,14 +165,9 @@ def _ext_proc(limits: Limits) -> ext_proc.ExternalProcessor:
             ),
         ),
         failure_mode_allow=True,  # the route table fails closed instead
-        processing_mode=ext_proc.ProcessingMode(
-            request_header_mode=header_mode.SEND,
-            request_body_mode=body_mode.BUFFERED,
-            response_header_mode=header_mode.SKIP,
-            response_body_mode=body_mode.NONE,
-            request_trailer_mode=header_mode.SKIP,
-            response_trailer_mode=header_mode.SEND,  # keeps the stream until the response ends
-        ),
+        processing_mode=_mode(body_mode.NONE),
+        allow_mode_override=True,
+        allowed_override_modes=[_mode(body_mode.STREAMED)],  # of the responses that are compared with their counts
         message_timeout=duration(limits.decision_ns_max),
         forward_rules=ext_proc.HeaderForwardingRules(
             allowed_headers=matcher.ListStringMatcher(

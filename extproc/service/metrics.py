@@ -7,6 +7,7 @@ they cost a decision nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from enum import StrEnum, unique
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily, Metric
@@ -24,6 +25,15 @@ SECONDS_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.
 
 RESPONSE_SECONDS_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 """Up to the default of the longest response."""
+
+
+@unique
+class Comparison(StrEnum):
+    """What comparing a count with the engine's own has found."""
+
+    EQUAL = "equal"
+    DIFFERENT = "different"
+    UNSTATED = "unstated"  # the response says nothing of it
 
 
 class Metrics:
@@ -69,6 +79,12 @@ class Metrics:
         self._decision_s = self._histogram(
             "decision_seconds", "Time from the last message needed to the verdict", SECONDS_BUCKETS
         )
+        compared = self._counter("compared_counts", "Counts compared with the engine's own", "model", "comparison")
+        self._compared = {
+            (model, comparison): compared.labels(model, comparison)
+            for model in desk.policy.models
+            for comparison in Comparison
+        }
         self._faults = self._counter("internal_errors", "Faults of this service")
 
     def journal_error(self) -> None:
@@ -114,6 +130,10 @@ class Metrics:
     def mismatched(self) -> None:
         """Count a response that another replica served than the reserved one."""
         self._mismatches.inc()
+
+    def compared(self, model: str, comparison: Comparison) -> None:
+        """Count a comparison of a count with the engine's own."""
+        self._compared[model, comparison].inc()
 
     def decided(self, seconds: float) -> None:
         """Record how long a verdict took."""

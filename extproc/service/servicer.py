@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import grpc.aio
 import structlog
+from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 
 from extproc.core import rejection
 from extproc.core.admission import Desk
@@ -40,8 +41,10 @@ from extproc.core.stream import (
 )
 from extproc.core.values import Admit, Fault, Reason, Reject
 from extproc.counting import Counter
+from extproc.counting.usage import UsageReader
 from extproc.service import wire
 from extproc.service.book import Book
+from extproc.service.drift import Drift
 from extproc.service.metrics import Metrics
 from extproc.service.verdicts import Verdicts
 
@@ -63,6 +66,7 @@ class _Reply(NamedTuple):
 
 
 _CONTINUE = _Reply(wire.CONTINUE)
+_CONTINUE_SAMPLED = _Reply(wire.CONTINUE_SAMPLED)
 
 
 class _Gone(Exception):  # noqa: N818 (the end of a stream, not an error)
@@ -113,6 +117,7 @@ class Servicer:
         self._counter = counter
         self._metrics = metrics
         self.verdicts = Verdicts(metrics)
+        self._drift = Drift(desk.policy.drift_sample_ppm, metrics)
         self._detaching = detaching
         self._attempts = desk.policy.limits.upstream_retries_max + 1
         self._idle = asyncio.Event()
@@ -157,6 +162,7 @@ class Servicer:
             self._idle.set()
 
     async def _serve(self, stream: Stream, messages: _Messages, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        sample: UsageReader | None = None
         while (message := await messages.next()) is not grpc.aio.EOF:
             started_ns = time.monotonic_ns()
             try:
@@ -164,6 +170,10 @@ class Servicer:
                 if isinstance(action, Count):
                     action = await self._count(stream, messages, action)
                 reply = self._answer(stream, action, started_ns)
+                if reply is _CONTINUE and (sample := self._drift.sample()) is not None:
+                    reply = _CONTINUE_SAMPLED
+                elif sample is not None and message.HasField("response_body"):
+                    self._read_response(stream, sample, message.response_body)
             except _Gone:
                 return
             except Exception:
@@ -176,6 +186,11 @@ class Servicer:
             if reply.final:
                 return
             stream.receive(_WRITTEN, time.monotonic_ns())
+
+    def _read_response(self, stream: Stream, sample: UsageReader, part: pb.HttpBody) -> None:
+        sample.feed(part.body)
+        if part.end_of_stream and stream.admit is not None:
+            self._drift.compare(stream.admit, sample, _request_id(stream))
 
     def _answer(self, stream: Stream, action: Action, started_ns: int) -> _Reply:
         """The reply that `action` asks for."""

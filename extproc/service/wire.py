@@ -15,6 +15,7 @@ from functools import lru_cache
 from types import MappingProxyType
 
 from envoy.config.core.v3 import base_pb2
+from envoy.extensions.filters.http.ext_proc.v3 import processing_mode_pb2
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from google.protobuf import struct_pb2
 
@@ -32,6 +33,12 @@ PARTS_KEPT_MAX = 4096
 REFUSALS_KEPT_MAX = 1024
 """Serialized refusals kept, of some 600 bytes each. They differ in reason, lane and Retry-After, and in the counts
 where there are any."""
+
+
+_HeaderMode, _BodyMode = (
+    processing_mode_pb2.ProcessingMode.HeaderSendMode,
+    processing_mode_pb2.ProcessingMode.BodySendMode,
+)
 
 
 class WireError(Exception):
@@ -95,6 +102,21 @@ def _bytes(reply: pb.ProcessingResponse) -> bytes:
 
 CONTINUE = _bytes(pb.ProcessingResponse(request_headers=pb.HeadersResponse()))
 """Reply to the header message of a request whose body decides."""
+
+CONTINUE_SAMPLED = _bytes(
+    pb.ProcessingResponse(
+        request_headers=pb.HeadersResponse(),
+        mode_override=processing_mode_pb2.ProcessingMode(
+            request_header_mode=_HeaderMode.SEND,
+            request_body_mode=_BodyMode.BUFFERED,
+            response_header_mode=_HeaderMode.SKIP,
+            response_body_mode=_BodyMode.STREAMED,
+            request_trailer_mode=_HeaderMode.SKIP,
+            response_trailer_mode=_HeaderMode.SEND,
+        ),
+    )
+)
+"""The same, where the response's body is to come too."""
 
 PASS: Mapping[Part, bytes] = MappingProxyType(
     {

@@ -1,7 +1,8 @@
 """A corpus of bad Envoy configurations: each file is a patch of the configuration that belongs to the example policy.
 
 `fault` says what is wrong, `patch` makes it so, `expect` holds every line that `tokenlane check` prints, and `envoy`
-says whether Envoy itself `accepts` the configuration or `refuses` to start. Paths of a patch are field names and
+says whether Envoy itself `accepts` the configuration or `refuses` to start; `policy` holds keys that differ from the
+example policy's. Paths of a patch are field names and
 list positions; they start with a name of `ANCHORS`. Its steps: `set` a path `to` a value, `remove` a path, `insert` a
 `value` before a list position (`-` is the end), `move` a list item `to` another position.
 """
@@ -9,8 +10,8 @@ list positions; they start with a name of `ANCHORS`. Its steps: `set` a path `to
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ class Bad:
     envoy: str
     patch: Sequence[dict[str, Any]]
     expect: Sequence[str]
+    policy: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def config(self) -> dict[str, Any]:

@@ -68,8 +68,11 @@ def camel_case(value: Any) -> Any:
 def test_bad_configuration_is_found(bad: Bad, tmp_path: Path) -> None:
     """Each configuration of the corpus is reported with exactly its sentences, and errors fail the check."""
     failed = any(line.startswith("error") for line in bad.expect)
+    policy = POLICY
+    if bad.policy:
+        policy = written(tmp_path / "policy.yaml", {**yaml.safe_load(POLICY.read_text()), **bad.policy})
 
-    result = run("--no-tokenizers", POLICY, written(tmp_path / "envoy.json", bad.config))
+    result = run("--no-tokenizers", policy, written(tmp_path / "envoy.json", bad.config))
 
     assert [*bad.expect, *([] if failed else ["ok"])] == result.output.splitlines()
     assert int(failed) == result.exit_code

@@ -31,13 +31,15 @@ from tests.policies import document, policy, replica
 BUDGET_TOKENS = 90
 PROMPT_TOKENS = 10
 READY_S_MAX = 30.0
+SAMPLED = pytest.mark.parametrize("sampled", [0, 1], ids=["unread", "read for drift"])
 
 
-def _policy_file(directory: Path, engine_port: int) -> Path:
+def _policy_file(directory: Path, engine_port: int, sampled: float) -> Path:
     lane = {"pool": "chat", "input_tokens_max": 30, "output_tokens_max": 60}
     content = document(
         chat={"chat-0": replica(engine_port, gross_tokens=100)},
         model={"tokenizer_dir": str(QWEN3_DIR), "lanes": {"interactive": lane}},
+        drift_sample_ratio=sampled,
     )
     del content["pools"]["docs"]
     content["pools"]["chat"]["probe"] = {"interval_s": 0.05, "timeout_s": 2}
@@ -49,9 +51,9 @@ def _policy_file(directory: Path, engine_port: int) -> Path:
 class _Chain:
     """Envoy, one engine with a budget of 90 tokens, and the service as a process that can be killed."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, sampled: float) -> None:
         listen, envoy_admin, engine_port, admin_port, service_port = free_ports(5)
-        self._policy = _policy_file(directory, engine_port)
+        self._policy = _policy_file(directory, engine_port, sampled)
         self._options = (
             f"--listen=127.0.0.1:{service_port}",
             f"--admin=127.0.0.1:{admin_port}",
@@ -141,18 +143,19 @@ class _Chain:
 
 
 @asynccontextmanager
-async def _full(directory: Path) -> AsyncIterator[tuple[_Chain, list[aiohttp.ClientResponse]]]:
+async def _full(directory: Path, sampled: float) -> AsyncIterator[tuple[_Chain, list[aiohttp.ClientResponse]]]:
     """A chain at its full budget: three responses of 20, 30 and 40 tokens, each past its first event."""
-    async with _Chain(directory) as chain, AsyncExitStack() as stack:
+    async with _Chain(directory, sampled) as chain, AsyncExitStack() as stack:
         responses = [await stack.enter_async_context(chain.post(output_tokens)) for output_tokens in (10, 20, 30)]
         await asyncio.to_thread(chain.engine.control, hold=True)
         assert [200] * 3 == [response.status for response in responses]
         yield chain, responses
 
 
-async def test_killed_at_full_budget(tmp_path: Path) -> None:
+@SAMPLED
+async def test_killed_at_full_budget(tmp_path: Path, sampled: float) -> None:
     """After a crash nothing is admitted until a response of before ends, and then exactly what that frees."""
-    async with _full(tmp_path) as (chain, responses):
+    async with _full(tmp_path, sampled) as (chain, responses):
         await chain.kill()
         await chain.serve()
         assert (3, BUDGET_TOKENS) == (await chain.metric("orphans"), await chain.metric("reserved_tokens"))
@@ -171,9 +174,10 @@ async def test_killed_at_full_budget(tmp_path: Path) -> None:
         assert (0, 4) == (await chain.metric("orphans"), await chain.metric("reservations_ended_total"))
 
 
-async def test_sigterm_hands_over(tmp_path: Path) -> None:
+@SAMPLED
+async def test_sigterm_hands_over(tmp_path: Path, sampled: float) -> None:
     """A service that stops while responses run cuts none of them and leaves their tokens to its successor."""
-    async with _full(tmp_path) as (chain, responses):
+    async with _full(tmp_path, sampled) as (chain, responses):
         assert 0 == await chain.stop()
         await chain.serve()
         assert (429, "token_budget_exhausted", 0) == await chain.refusal(1)
