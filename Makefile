@@ -33,7 +33,8 @@ typecheck: $(READY) ## Check types
 bench: $(READY) ## Measure what admission costs a request
 	@$(BIN)/python -m bench.latency $(ARGS)
 
-soak: $(READY) ## Break engines, Envoy and Tokenlane under load for minutes, and judge it from outside
+soak: $(READY) ## Fuzz bytes to verdicts, then break engines, Envoy and Tokenlane under load for minutes
+	@TOKENLANE_FUZZ_INPUTS=201000 $(BIN)/python -m pytest --quiet tests/service/test_fuzz.py
 	@$(BIN)/python -m bench.soak $(ARGS)
 
 # Pins stay as they are where they can; `make lock ARGS=--upgrade` moves them all.
