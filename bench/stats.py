@@ -30,12 +30,12 @@ def cpu_ns(pid: int) -> int:
 
     A clock of the scheduler, exact to the nanosecond: /proc counts in ticks of 10 ms. OSError when a process is gone.
     """
-    return sum(time.clock_gettime_ns((~each << 3) | _PROCESS_CLOCK) for each in (pid, *_children(pid)))
+    return sum(time.clock_gettime_ns((~each << 3) | _PROCESS_CLOCK) for each in (pid, *children(pid)))
 
 
-def _children(pid: int) -> list[int]:
+def children(pid: int) -> list[int]:
     """Processes that a process started, with those that they started."""
     found = [
         int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
     ]
-    return found + [grandchild for child in found for grandchild in _children(child)]
+    return found + [grandchild for child in found for grandchild in children(child)]

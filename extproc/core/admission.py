@@ -38,6 +38,10 @@ INTAKE_RETRY_NS = NS_PER_S
 EXPIRY_SLACK_NS = 5 * NS_PER_S
 """How much longer than the longest response a reservation stands: Envoy's timer and ours do not start together."""
 
+LARGE_BODY_BYTES = 2**20
+"""Most of what a body of this size or more costs is to receive it: it is in the intake from its head on, and leaves
+the last quarter of the intake to smaller ones."""
+
 _ENCODINGS = frozenset({"", "identity", *Encoding})
 
 OVERFLOW_ADVICE = "summarize or split the input, or use dedicated capacity"
@@ -104,13 +108,26 @@ class Desk:
             return self._queue_full("streams", self.policy.limits.streams_max)
         return None
 
+    def announce(self, head: RequestHead) -> int | Reject:
+        """Let a large body into the intake before it is received; the bytes that it takes there, 0 for any other.
+
+        `leave` must follow exactly once, before the body's own `enter`.
+        """
+        body_bytes = min(head.content_length_bytes or 0, self.policy.limits.body_bytes_max)
+        if body_bytes < LARGE_BODY_BYTES:
+            return 0
+        return self.enter(body_bytes) or body_bytes
+
     def enter(self, body_bytes: int) -> Reject | None:
         """Let a body into counting; None lets it in, and `leave` must follow exactly once."""
         limits = self.policy.limits
         if body_bytes > limits.body_bytes_max:
             return self._too_large(body_bytes)
+        room_bytes = limits.intake_bytes_max
+        if body_bytes >= LARGE_BODY_BYTES:
+            room_bytes -= room_bytes // 4
         # A body over the whole bound is let in alone: the bound limits the sum, the cap limits one.
-        if self.intake_bytes > 0 and self.intake_bytes + body_bytes > limits.intake_bytes_max:
+        if self.intake_bytes > 0 and self.intake_bytes + body_bytes > room_bytes:
             return self._queue_full("intake", limits.intake_bytes_max)
         self.intake_bytes += body_bytes
         return None

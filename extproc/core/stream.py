@@ -264,7 +264,10 @@ class Stream:
             case Bypass():
                 return Pass(verdict), State.PASSED
             case endpoint:
-                self._endpoint = endpoint
+                announced = self._desk.announce(event.head)
+                if isinstance(announced, Reject):
+                    return Refuse(announced), State.REFUSED
+                self._endpoint, self._intake_bytes = endpoint, announced
                 return _CONTINUE, State.BODY
 
     def _body(self, event: BodyArrived, _now_ns: int) -> tuple[Action, State]:
@@ -272,6 +275,7 @@ class Stream:
             return PassPart(Part.REQUEST_BODY), State.PASSED
         assert self.head is not None  # noqa: S101 (the table lets no body come before the head)
         assert self._endpoint is not None  # noqa: S101 (nor after a head that did not ask for it)
+        self._leave_intake()
         refused = self._desk.enter(len(event.body))
         if refused is not None:
             return Refuse(refused), State.REFUSED

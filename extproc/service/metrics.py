@@ -23,6 +23,8 @@ TOKEN_BUCKETS = tuple(2**power for power in range(4, 21))
 
 SECONDS_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 
+LAG_SECONDS_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1)
+
 RESPONSE_SECONDS_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 """Up to the default of the longest response."""
 
@@ -85,6 +87,7 @@ class Metrics:
             for model in desk.policy.models
             for comparison in Comparison
         }
+        self._lag_s = self._histogram("loop_lag_seconds", "How late the event loop wakes a timer", LAG_SECONDS_BUCKETS)
         self._faults = self._counter("internal_errors", "Faults of this service")
 
     def journal_error(self) -> None:
@@ -130,6 +133,10 @@ class Metrics:
     def mismatched(self) -> None:
         """Count a response that another replica served than the reserved one."""
         self._mismatches.inc()
+
+    def lagged(self, seconds: float) -> None:
+        """Record how late the event loop was."""
+        self._lag_s.observe(seconds)
 
     def compared(self, model: str, comparison: Comparison) -> None:
         """Count a comparison of a count with the engine's own."""

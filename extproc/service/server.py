@@ -44,6 +44,9 @@ GOAWAY, which kills every held stream."""
 
 EXPIRY_INTERVAL_S = 1.0
 
+LAG_INTERVAL_S = 0.02
+"""Pause between two looks at the event loop's lag; each costs some microseconds."""
+
 _log = structlog.get_logger()
 
 
@@ -109,8 +112,10 @@ class Server:
         self.ports = [self._grpc.add_insecure_port(address) for address in options.listen]
         await self.health.start()
         await self._grpc.start()
-        self._expirer = asyncio.create_task(self._expire())
-        self._teller = asyncio.create_task(self._servicer.verdicts.keep_told())
+        self._chores = [
+            asyncio.create_task(chore)
+            for chore in (self._expire(), self._watch_lag(), self._servicer.verdicts.keep_told())
+        ]
         await self.health.set_ready(ready=True)
         _log.info("ready", policy=self._policy.version, listen=options.listen, admin_port=self.admin_port)
 
@@ -171,9 +176,9 @@ class Server:
         """Stop now; open streams end, and Envoy lets their responses finish."""
         await self.health.set_ready(ready=False)
         self._stopping = True
-        for task in (self._expirer, self._teller):
-            task.cancel()
-        await asyncio.gather(self._expirer, self._teller, return_exceptions=True)
+        for chore in self._chores:
+            chore.cancel()
+        await asyncio.gather(*self._chores, return_exceptions=True)
         await self._grpc.stop(grace=0)
         self._servicer.verdicts.tell()
         await self._prober.close()
@@ -191,3 +196,10 @@ class Server:
             for reservation in self.desk.expire(time.monotonic_ns()):
                 self._book.ended(reservation.ticket, Ending.EXPIRED)
                 _log.warning("expired", ticket=reservation.ticket, replica=reservation.replica)
+
+    async def _watch_lag(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            due_s = loop.time() + LAG_INTERVAL_S
+            await asyncio.sleep(LAG_INTERVAL_S)
+            self.metrics.lagged(max(0.0, loop.time() - due_s))

@@ -343,6 +343,23 @@ def test_streams_are_bounded() -> None:
     )
 
 
+def _announced(desk: Desk, length: int | None) -> int | Reject:
+    return desk.announce(RequestHead("POST", "/v1/completions", False, content_length_bytes=length))
+
+
+def test_large_bodies_are_announced() -> None:
+    """A large body is in the intake before it comes, up to the cap; three quarters of the intake are for such."""
+    mib = 2**20
+    desk = _desk(limits={"body_bytes_max": 4 * mib, "intake_bytes_max": 8 * mib})
+
+    assert (0, 0, 0) == (_announced(desk, None), _announced(desk, mib - 1), desk.intake_bytes)
+    assert (2 * mib, 4 * mib) == (_announced(desk, 2 * mib), _announced(desk, 5 * mib))
+    full = _announced(desk, mib)
+    assert isinstance(full, Reject)
+    assert (Reason.QUEUE_FULL, 6 * mib) == (full.reason, desk.intake_bytes)
+    assert desk.enter(mib - 1) is None
+
+
 def test_intake_is_bounded_in_bytes() -> None:
     """Bodies being counted are bounded together; one body alone is bounded by the cap only."""
     desk = _desk(limits={"body_bytes_max": 100, "intake_bytes_max": 50})

@@ -137,6 +137,33 @@ def test_end_in_each_phase(events: tuple[Event, ...], expected: Ending | None) -
     assert (0, 0, 0) == (desk.streams, desk.intake_bytes, len(desk.ledger.open))
 
 
+LARGE = HeadArrived(HEAD.head._replace(content_length_bytes=2**21))
+
+
+@pytest.mark.parametrize(
+    "events", [(LARGE,), (LARGE, Written(), BodyArrived(BODY)), (LARGE, BodyArrived(BODY), FAULTED)]
+)
+def test_a_large_body_leaves_the_intake(events: tuple[Event, ...]) -> None:
+    """What a head announced is given back when the stream ends, and is the body's own size once that is there."""
+    desk = Desk(policy(limits={"body_bytes_max": 2**22}), "i")
+    stream, _ = _drive(desk, *events)
+    expected = {State.BODY: 2**21, State.COUNTING: len(BODY), State.REFUSED: 0}[stream.state]
+
+    assert expected == desk.intake_bytes
+    stream.receive(Ended(), 0)
+    assert 0 == desk.intake_bytes
+
+
+def test_a_large_body_is_refused_by_its_head() -> None:
+    """While the intake is full, a large body is not even received."""
+    desk = Desk(policy(limits={"body_bytes_max": 2**22, "intake_bytes_max": 2**21}), "i")
+    desk.enter(2**20)
+    stream, action = _drive(desk, LARGE)
+
+    assert isinstance(action, Refuse)
+    assert (Reason.QUEUE_FULL, State.REFUSED, 2**20) == (action.reject.reason, stream.state, desk.intake_bytes)
+
+
 def test_expired_reservation_has_no_second_ending() -> None:
     """A stream whose reservation expired ends without naming an ending."""
     desk = _desk()

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import orjson
 import pytest
@@ -35,6 +36,11 @@ def _worker_pid(counter: Counter) -> int:
     return pid
 
 
+def _links() -> list[str]:
+    """What the open files of this process are."""
+    return [str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+
+
 @pytest.mark.parametrize(
     ("endpoint", "body"),
     [
@@ -49,6 +55,23 @@ async def test_the_same_count(apart: Counter, endpoint: Endpoint, body: dict[str
     here = apart.count_now(apart.read(endpoint, data, lowered=True))
 
     assert here == await apart.count_apart(endpoint, data, lowered=True)
+
+
+async def test_large_bodies_leave_nothing(apart: Counter) -> None:
+    """A body of megabytes counts the same, and its file is gone afterwards, also when nobody waits any more."""
+    data = orjson.dumps({"prompt": "word " * 600_000, "max_tokens": 5})
+    counting = asyncio.ensure_future(apart.count_apart(COMPLETIONS, data))
+    await asyncio.sleep(0)
+    counting.cancel()
+    with pytest.raises(Fault) as here:
+        apart.read(COMPLETIONS, data)
+    with pytest.raises(Fault) as there:
+        await apart.count_apart(COMPLETIONS, data)
+
+    assert vars(here.value) == vars(there.value)
+    await apart.count_apart(COMPLETIONS, b'{"prompt": "all others are done"}')
+    del counting, there  # a fault holds the frames that it came through
+    assert [] == [link for link in _links() if "memfd:body" in link]
 
 
 async def test_the_same_fault(apart: Counter) -> None:
