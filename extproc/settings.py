@@ -132,10 +132,18 @@ class ModelSection(_Section):
     """One served model."""
 
     aliases: list[Name] = Field([], description="other names under which clients ask for it")
-    tokenizer_dir: Path = Field(description="directory with tokenizer.json (or .json.xz) and tokenizer_config.json")
+    tokenizer_dir: Path = Field(
+        description="directory with tokenizer.json (or .json.xz) and tokenizer_config.json; of mode mistral, with "
+        "tekken.json or tokenizer.model.v3"
+    )
     tokenizer_backend: core.TokenizerBackend = Field(
         core.TokenizerBackend.AUTO,
         description="auto: fastokens where it is installed and proven equal at load, else huggingface",
+    )
+    tokenizer_mode: core.TokenizerMode = Field(
+        core.TokenizerMode.TEMPLATE,
+        description="what turns chats into tokens: the directory's chat template, harmony for gpt-oss, or mistral for "
+        "vLLM's --tokenizer-mode mistral (needs the extra `tokenlane[mistral]`)",
     )
     engine: core.EngineName = Field(core.EngineName.VLLM, description="engine profile")
     context_tokens_max: Tokens = Field(description="the engine's max_model_len")
@@ -266,6 +274,7 @@ def _model(name: str, section: ModelSection, base: Path) -> core.Model:
         interactive=_limits(Lane.INTERACTIVE, section.lanes.interactive),
         bulk=_limits(Lane.BULK, section.lanes.bulk),
         tokenizer_backend=section.tokenizer_backend,
+        tokenizer_mode=section.tokenizer_mode,
     )
 
 

@@ -81,6 +81,15 @@ class TokenizerBackend(StrEnum):
     HUGGINGFACE = "huggingface"
 
 
+@unique
+class TokenizerMode(StrEnum):
+    """What turns a chat into tokens; vLLM chooses by model and by its `--tokenizer-mode`."""
+
+    TEMPLATE = "template"  # the model's chat template
+    HARMONY = "harmony"  # gpt-oss: its own format, whatever template there is
+    MISTRAL = "mistral"  # mistral-common, which reads tekken.json or a SentencePiece model
+
+
 @dataclass(frozen=True, slots=True)
 class Replica:
     """One engine process and its budget.
@@ -163,6 +172,7 @@ class Model:
     interactive: LaneLimits | None
     bulk: LaneLimits | None
     tokenizer_backend: TokenizerBackend = TokenizerBackend.HUGGINGFACE
+    tokenizer_mode: TokenizerMode = TokenizerMode.TEMPLATE
 
     @property
     def lanes(self) -> tuple[LaneLimits, ...]:
@@ -253,6 +263,12 @@ class Policy:
             f"bypass POST {rule.path}: this path runs tokens, so it must not pass uncounted"
             for rule in self.bypass
             if rule.method == "POST" and rule.path in _RUNNING_PATHS
+        ]
+        found += [
+            f"model {model.name}: tokenizer_mode {model.tokenizer_mode} follows vllm, so counts would not be those of "
+            f"{model.engine}"
+            for model in self.models.values()
+            if model.tokenizer_mode is not TokenizerMode.TEMPLATE and model.engine is not EngineName.VLLM
         ]
         if self.default_model is not None and self.model(self.default_model) is None:
             found.append(f"default_model {self.default_model} is not a model, so a request without one could not run")

@@ -22,16 +22,17 @@ from typing import NamedTuple, TypeVar
 import jinja2
 
 from extproc.core.ceiling import Ceiling, Run, run
-from extproc.core.policy import Endpoint, Model, Policy, TokenizerBackend
+from extproc.core.policy import Endpoint, Model, Policy, TokenizerBackend, TokenizerMode
 from extproc.core.stream import Counted
 from extproc.core.values import Demand, Encoding, Fault, Reason
 from extproc.counting.body import append_field, parse, rewritten
 from extproc.counting.encoding import decoded
 from extproc.counting.fields import malformed
-from extproc.counting.profiles import PROFILES
+from extproc.counting.profiles import ENDPOINTS, PROFILES
 from extproc.counting.request import Asked, Prompts, Tools
 from extproc.counting.template import ChatTemplate
 from extproc.counting.tokenizer import Backend, Loaded, TokenizerError, load
+from extproc.counting.vllm import harmony, mistral
 from extproc.counting.workers import Workers
 
 READ_BYTES_QUICK = 16_384
@@ -106,7 +107,7 @@ class Counter:
         self._policy = policy
         self._workers = Workers(functools.partial(Counter, policy, threads=1), processes) if processes else None
         models = policy.models.values()
-        sources = {model.name: (model.tokenizer_dir, model.tokenizer_backend) for model in models}
+        sources = {model.name: (model.tokenizer_dir, model.tokenizer_backend, model.tokenizer_mode) for model in models}
         by_source = {source: _prepare(*source) for source in set(sources.values())}
         self._prepared = {name: by_source[source] for name, source in sources.items()}
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tokenizer", initializer=self.warm)
@@ -130,6 +131,8 @@ class Counter:
         reader = PROFILES[model.engine].get(endpoint)
         if reader is None:
             raise Fault(Reason.UNKNOWN_ENDPOINT, "the engine of this model has no such endpoint")
+        if endpoint not in ENDPOINTS.get(model.tokenizer_mode, (endpoint,)):
+            raise Fault(Reason.UNKNOWN_ENDPOINT, f"chats of tokenizer_mode {model.tokenizer_mode} are not counted here")
         asked, render = reader(document, prepared.tools)
         ceiling = Ceiling(
             asked.ceiling_field,
@@ -216,7 +219,12 @@ class Counter:
     def _tokenize(self, draft: Draft) -> Sequence[int]:
         prompts = draft.prompts
         try:
-            return self._backend(draft).count_batch(prompts.texts, add_special_tokens=prompts.add_special_tokens)
+            if prompts.counted_by is not None:
+                return prompts.counted_by(prompts.texts)
+            counts = self._backend(draft).count_batch(prompts.texts, add_special_tokens=prompts.add_special_tokens)
+            return prompts.joined(counts)
+        except Fault:
+            raise
         except BaseException as error:  # a panic of the library is no Exception
             raise _tokenizer_unavailable() from error
 
@@ -239,14 +247,24 @@ class Counter:
         return model
 
 
-def _prepare(tokenizer_dir: str, backend: TokenizerBackend) -> _Prepared:
+def _prepare(tokenizer_dir: str, backend: TokenizerBackend, mode: TokenizerMode) -> _Prepared:
     directory = Path(tokenizer_dir)
-    loaded = load(directory, backend)
+    if mode is TokenizerMode.MISTRAL:
+        mistral_backend, loaded = mistral.load(directory)
+        return _Prepared(loaded, Tools({}, loaded.token_id_max, functools.partial(mistral.prompts, mistral_backend)))
+    loaded = load(directory, backend, mode)
     try:
         templates = {name: ChatTemplate(source, loaded.special_tokens) for name, source in loaded.templates.items()}
     except jinja2.TemplateError as error:
         raise TokenizerError(f"{directory}: the chat template does not compile: {error}") from error
-    return _Prepared(loaded, Tools(templates, loaded.token_id_max))
+    if mode is not TokenizerMode.HARMONY:
+        return _Prepared(loaded, Tools(templates, loaded.token_id_max))
+    counts = loaded.backend.count_batch(harmony.CONTROL_TOKENS, add_special_tokens=False)
+    if sum(counts) != len(harmony.CONTROL_TOKENS):
+        raise TokenizerError(
+            f"{directory}: the tokenizer lacks control tokens of Harmony, so it is not that of gpt-oss"
+        )
+    return _Prepared(loaded, Tools(templates, loaded.token_id_max, harmony.prompts))
 
 
 def _tokenizer_unavailable() -> Fault:
@@ -269,6 +287,8 @@ def _counted(draft: Draft, prompts_tokens: Sequence[int]) -> Counted:
 
 def _bounds(prompts: Prompts, loaded: Loaded, kept_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Fewest and most tokens of each prompt; equal where ids were given."""
+    if prompts.counted_by is not None:
+        return (0,) * len(prompts.texts), (_ALL_TOKENS,) * len(prompts.texts)
     low, high = list(prompts.lengths), list(prompts.lengths)
     for text in prompts.texts:
         text_bytes = len(text) if text.isascii() else _utf8_bytes(text)
@@ -277,7 +297,9 @@ def _bounds(prompts: Prompts, loaded: Loaded, kept_tokens: int) -> tuple[tuple[i
         high.append(
             loaded.bounds.upper_tokens(text_bytes, stable=stable, add_special_tokens=prompts.add_special_tokens)
         )
-    return tuple(min(tokens, kept_tokens) for tokens in low), tuple(min(tokens, kept_tokens) for tokens in high)
+    return tuple(min(tokens, kept_tokens) for tokens in prompts.joined(low)), tuple(
+        min(tokens, kept_tokens) for tokens in prompts.joined(high)
+    )
 
 
 def _is_composed(text: str) -> bool:

@@ -6,7 +6,8 @@ returns `Read`; whatever the engine would refuse, and whatever would run somethi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,11 +15,24 @@ from extproc.counting.template import ChatTemplate
 
 
 class Prompts(NamedTuple):
-    """What runs: texts to tokenize, or lengths of prompts that came as ids; one of the two is empty."""
+    """What runs: texts to tokenize, or lengths of prompts that came as ids; one of the two is empty.
+
+    Each text is a prompt, or `texts_per_prompt` says how many make up each, tokenized one by one. `counted_by`
+    tokenizes texts that are no backend's: conversations that a library renders and tokenizes in one.
+    """
 
     texts: tuple[str, ...]
     lengths: tuple[int, ...]
     add_special_tokens: bool
+    texts_per_prompt: tuple[int, ...] = ()
+    counted_by: Callable[[Sequence[str]], Sequence[int]] | None = None
+
+    def joined(self, counts: Sequence[int]) -> tuple[int, ...]:
+        """The tokens of each prompt, from those of each text."""
+        if not self.texts_per_prompt:
+            return tuple(counts)
+        found = iter(counts)
+        return tuple(sum(itertools.islice(found, texts)) for texts in self.texts_per_prompt)
 
 
 class Asked(NamedTuple):
@@ -80,12 +94,19 @@ Read = tuple[Asked, Callable[[], Prompts]]
 """A checked body, and what renders its prompts: the dear part, which may still raise Fault."""
 
 
+Chats = Callable[[Sequence[list[Any]], Mapping[str, Any]], Prompts]
+
+
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """What readers need of a model: its chat templates by name, and the largest id of a prompt of ids."""
+    """What readers need of a model: its chat templates by name, and the largest id of a prompt of ids.
+
+    `chats` makes prompts of conversations and the options of a chat, where no template does.
+    """
 
     templates: Mapping[str, ChatTemplate]
     token_id_max: int
+    chats: Chats | None = None
 
 
 Reader = Callable[[Mapping[str, Any], Tools], Read]

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import tokenizers
 
-from extproc.core.policy import TokenizerBackend
+from extproc.core.policy import TokenizerBackend, TokenizerMode
 from extproc.counting import fast
 from extproc.counting.fast import count_by_reference
 
@@ -122,16 +122,18 @@ class Loaded:
     templates: dict[str, str]
 
 
-def load(directory: Path, backend: TokenizerBackend = TokenizerBackend.HUGGINGFACE) -> Loaded:
+def load(
+    directory: Path,
+    backend: TokenizerBackend = TokenizerBackend.HUGGINGFACE,
+    mode: TokenizerMode = TokenizerMode.TEMPLATE,
+) -> Loaded:
     """Read tokenizer, configuration and chat template; TokenizerError says what is missing or unusable."""
     data = _read_tokenizer(directory)
     tokenizer = _parse_tokenizer(directory, data)
     config = _read_json(directory / "tokenizer_config.json", required=True)
     model_config = _read_json(directory / "config.json", required=False)
-    if model_config.get("model_type") == "gpt_oss":
-        raise TokenizerError(
-            f"{directory}: vLLM renders gpt_oss chats with Harmony, not with a template; not supported"
-        )
+    if model_config.get("model_type") == "gpt_oss" and mode is not TokenizerMode.HARMONY:
+        raise TokenizerError(f"{directory}: this is gpt-oss, whose chats are Harmony's: set tokenizer_mode: harmony")
     vocab_size = model_config.get("vocab_size")
     return Loaded(
         backend=_backend(tokenizer, data, backend),

@@ -30,7 +30,7 @@ def read(body: Mapping[str, Any], model: Tools) -> Read:
         raise malformed("tool_choice must be none in a batch", "tool_choice")
     chat.check_options(values)
     conversations = _conversations(values.get("messages"))
-    return asked(values, chat.CEILINGS), lambda: chat.prompts(conversations, values, model.templates)
+    return asked(values, chat.CEILINGS), lambda: chat.rendered(conversations, values, model)
 
 
 def _conversations(found: object) -> list[list[Any]]:

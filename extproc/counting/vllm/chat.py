@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -63,7 +64,7 @@ def read(body: Mapping[str, Any], model: Tools) -> Read:
     check_options(values)
     messages = check_messages(values.get("messages"))
     _check_tools(values.get("tools"), body.get("tool_choice"))
-    return asked(values, CEILINGS), lambda: prompts([messages], values, model.templates)
+    return asked(values, CEILINGS), lambda: rendered([messages], values, model)
 
 
 def check_options(values: Mapping[str, object]) -> None:
@@ -115,6 +116,11 @@ def _tool_names(tools: object) -> set[object]:
         if isinstance(name, str):
             found.add(name)
     return found
+
+
+def rendered(conversations: Sequence[list[Any]], values: Mapping[str, Any], model: Tools) -> Prompts:
+    """What `model` makes of `conversations`, one prompt each; `values` holds the options of a chat."""
+    return (model.chats or functools.partial(prompts, templates=model.templates))(conversations, values)
 
 
 def prompts(

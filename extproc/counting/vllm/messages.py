@@ -140,19 +140,19 @@ def _read(body: Mapping[str, Any], values: Mapping[str, Any], model: Tools, foun
         raise malformed("model is required", "model")
     messages = chat.check_messages(values.get("messages"))
     chat.check_tools_count(values.get("tools"))
-    templates = model.templates
-    return found, lambda: chat.prompts(
-        [_conversation(body.get("system"), messages, templates)], _options(values, messages, templates), templates
+    return found, lambda: chat.rendered(
+        [_conversation(body.get("system"), messages, model.templates)], _options(values, messages, model), model
     )
 
 
-def _options(
-    values: Mapping[str, Any], messages: list[Any], templates: Mapping[str, ChatTemplate]
-) -> dict[str, object]:
+def _options(values: Mapping[str, Any], messages: list[Any], model: Tools) -> dict[str, object]:
     """The options of the chat that the messages become."""
     effort = (values.get("output_config") or {}).get("effort")
-    if (values.get("thinking") or {}).get("type") == "disabled" and "default" in templates:
-        effort = _effort_without_thinking(templates["default"])
+    if (values.get("thinking") or {}).get("type") == "disabled":
+        if model.chats is not None:
+            effort = "low"  # Harmony refuses `none`
+        elif "default" in model.templates:
+            effort = _effort_without_thinking(model.templates["default"])
     return {
         "chat_template_kwargs": values.get("chat_template_kwargs"),
         "reasoning_effort": effort,
