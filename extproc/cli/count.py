@@ -11,7 +11,7 @@ from typing import BinaryIO
 import click
 
 from extproc.core.lanes import classify
-from extproc.core.policy import Endpoint, EngineName, LaneLimits, Limits, Model, OverContext, Policy
+from extproc.core.policy import Endpoint, EngineName, LaneLimits, Limits, Model, OverContext, Policy, TokenizerMode
 from extproc.core.rejection import STATUS
 from extproc.core.values import Fault, Lane
 from extproc.counting import Counter, TokenizerError
@@ -38,6 +38,12 @@ class _OneModel(Policy):
 )
 @click.option("--engine", type=click.Choice([name.value for name in EngineName]), default=EngineName.VLLM.value)
 @click.option(
+    "--tokenizer-mode",
+    type=click.Choice([name.value for name in TokenizerMode]),
+    default=TokenizerMode.TEMPLATE.value,
+    help="What turns chats into tokens.",
+)
+@click.option(
     "--endpoint",
     type=click.Choice([path.value for path in Endpoint]),
     default=Endpoint.CHAT_COMPLETIONS.value,
@@ -50,6 +56,7 @@ class _OneModel(Policy):
 def count(  # noqa: PLR0913, PLR0917 (one parameter an option)
     model_dir: Path | None,
     engine: str,
+    tokenizer_mode: str,
     endpoint: str,
     max_model_len: int | None,
     policy_file: Path | None,
@@ -64,7 +71,7 @@ def count(  # noqa: PLR0913, PLR0917 (one parameter an option)
         if policy_file is not None:
             policy = load_policy(policy_file)
         elif model_dir is not None:
-            policy = _policy(model_dir, EngineName(engine), max_model_len)
+            policy = _policy(model_dir, EngineName(engine), TokenizerMode(tokenizer_mode), max_model_len)
         else:
             raise click.UsageError("give --model-dir or --policy")
         counter = Counter(policy, threads=1)
@@ -97,7 +104,7 @@ def _result(counter: Counter, policy: Policy, endpoint: Endpoint, body: bytes) -
     }
 
 
-def _policy(directory: Path, engine: EngineName, max_model_len: int | None) -> Policy:
+def _policy(directory: Path, engine: EngineName, mode: TokenizerMode, max_model_len: int | None) -> Policy:
     """One model from `directory`, with the illustrative lane limits and the engine's own ceilings."""
     context = max_model_len or context_tokens(directory)
     if context is None:
@@ -117,6 +124,7 @@ def _policy(directory: Path, engine: EngineName, max_model_len: int | None) -> P
             output_tokens_max=INTERACTIVE_OUTPUT_TOKENS_MAX,
         ),
         bulk=LaneLimits(Lane.BULK, "bulk", input_tokens_max=context, total_tokens_max=context),
+        tokenizer_mode=mode,
     )
     return _OneModel(
         version="count",

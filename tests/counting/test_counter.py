@@ -569,13 +569,6 @@ def test_tools_choose_their_own_template(tmp_path: Path) -> None:
     assert (1, 3) == (plain.input_tokens, tools.input_tokens)
 
 
-def test_harmony_models_are_refused_at_load(tmp_path: Path) -> None:
-    """A model that the engine renders without its template cannot be counted by it."""
-    directory = _directory(tmp_path, **{"config.json": '{"model_type": "gpt_oss"}'})
-    with pytest.raises(TokenizerError, match="Harmony"):
-        Counter(policy({"m": {"tokenizer_dir": directory}}))
-
-
 def test_broken_template_is_named_at_load(tmp_path: Path) -> None:
     """A template that does not compile stops the start."""
     with pytest.raises(TokenizerError, match="does not compile"):

@@ -59,7 +59,7 @@ class MistralBackend:
         try:
             return len(self._tokenizer.encode_chat_completion(self._request.from_openai(**chat)).tokens)
         except Exception as error:  # the engine refuses a chat for whatever is raised here
-            raise malformed(f"mistral-common refuses this chat: {type(error).__name__}", "messages") from error
+            raise malformed(f"mistral-common refuses this chat: {type(error).__name__}", "messages") from None
 
 
 def load(directory: Path) -> tuple[MistralBackend, Loaded]:
