@@ -54,6 +54,7 @@ class Draft(NamedTuple):
     are between `low_tokens` and `high_tokens`, equal where the prompt came as ids.
     """
 
+    endpoint: Endpoint
     model: Model
     low_tokens: tuple[int, ...]
     high_tokens: tuple[int, ...]
@@ -150,6 +151,7 @@ class Counter:
         for tokens in low:
             ceiling.check_input(tokens, exact=bool(prompts.lengths))
         return Draft(
+            endpoint=endpoint,
             model=model,
             low_tokens=low,
             high_tokens=high,
@@ -193,6 +195,9 @@ class Counter:
         """Count exactly, off the event loop; Fault where the exact count does not fit, or nothing can count it."""
         if not draft.prompts.texts:
             return self.count_now(draft)
+        if draft.prompts.counted_by is not None and self.has_workers:
+            # Such a library runs Python between its steps, which holds the event loop for milliseconds at a time.
+            return await self.count_apart(draft.endpoint, draft.body, draft.lowered)
         return _counted(draft, await self._submit(functools.partial(self._tokenize, draft)))
 
     def _submit(self, work: Callable[[], _Result]) -> asyncio.Future[_Result]:

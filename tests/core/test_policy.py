@@ -9,7 +9,7 @@ import pytest
 
 from extproc.core import names
 from extproc.core.ceiling import Ceiling
-from extproc.core.policy import BypassRule, OverContext, Policy, Replica
+from extproc.core.policy import BypassRule, EngineName, OverContext, Policy, Replica, TokenizerMode
 from tests.policies import policy
 
 POLICY = policy()
@@ -40,6 +40,15 @@ def _with_replicas(*replicas: Replica) -> Policy:
         (
             replace(POLICY, models=MappingProxyType({"m": replace(MODEL, aliases=("m",))})),
             "model name m is used twice, so a request for it would have two budgets",
+        ),
+        (
+            replace(
+                POLICY,
+                models=MappingProxyType(
+                    {"m": replace(MODEL, engine=EngineName.SGLANG, tokenizer_mode=TokenizerMode.HARMONY)}
+                ),
+            ),
+            "model m: tokenizer_mode harmony follows vllm, so counts would not be those of sglang",
         ),
         (
             _with_replicas(FIRST, replace(FIRST, address="127.0.0.1:1")),

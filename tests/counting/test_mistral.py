@@ -116,6 +116,20 @@ async def test_refusal_of_the_library_is_the_clients_fault(mistral: Counter) -> 
     assert "secret" not in caught.value.message
 
 
+async def test_workers_count_chats_of_any_size(directories: dict[str, Path]) -> None:
+    """Where there are worker processes, they count: the library would hold up the event loop."""
+    model = {**CLAMP, "tokenizer_dir": directories[VOCABULARIES[1]], "tokenizer_mode": "mistral"}
+    counter = Counter(policy({"m": model}, default_model="m"), processes=1)
+    draft = counter.read(CHAT, json.dumps(user()).encode())
+    apart, here = await counter.count(draft), counter.count_now(draft)
+    assert counter._workers is not None
+    started = counter._workers._pool is not None
+    counter.close()
+
+    assert here == apart
+    assert started
+
+
 def test_other_endpoints_are_refused(mistral: Counter) -> None:
     """The engine goes other ways to the prompt there."""
     assert 404 == status(outcome(mistral, {"input": "x"}, Endpoint.RESPONSES))

@@ -1,8 +1,7 @@
 """Chats of Mistral's models as vLLM reads them under `--tokenizer-mode mistral`: by mistral-common, an extra.
 
 The library checks, renders and tokenizes a conversation in one, and no text of a client becomes a control token there.
-It takes about a millisecond for 2 KB, so that nothing of it runs on the event loop. What is handed to it is vLLM
-0.33's (renderers/mistral.py, tokenizers/mistral.py).
+It takes about a millisecond for 2 KB, so that none of it runs on the event loop. What is handed to it is vLLM 0.33's (renderers/mistral.py, tokenizers/mistral.py).
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class MistralBackend:
     def _count_chat(self, chat: dict[str, Any]) -> int:
         try:
             return len(self._tokenizer.encode_chat_completion(self._request.from_openai(**chat)).tokens)
-        except Exception as error:  # the engine refuses a chat for whatever is raised here
+        except Exception as error:  # noqa: BLE001 (the engine refuses a chat for whatever is raised here)
             raise malformed(f"mistral-common refuses this chat: {type(error).__name__}", "messages") from None
 
 
