@@ -195,8 +195,8 @@ class Counter:
         """Count exactly, off the event loop; Fault where the exact count does not fit, or nothing can count it."""
         if not draft.prompts.texts:
             return self.count_now(draft)
-        if draft.prompts.counted_by is not None and self.has_workers:
-            # Such a library runs Python between its steps, which holds the event loop for milliseconds at a time.
+        if draft.model.tokenizer_mode is TokenizerMode.MISTRAL and self.has_workers:
+            # mistral-common runs Python between its steps, which holds the event loop for milliseconds at a time.
             return await self.count_apart(draft.endpoint, draft.body, draft.lowered)
         return _counted(draft, await self._submit(functools.partial(self._tokenize, draft)))
 

@@ -21,7 +21,8 @@ from extproc.counting.vllm.conversation import conversation, tools_as_rendered
 CONTROL_TOKENS = ("<|start|>", "<|message|>", "<|channel|>", "<|call|>", "<|end|>")
 """Tokens of the format that prompts hold; a vocabulary without them is none of gpt-oss."""
 
-_IN_TOKEN_NAMES = re.compile(r"(?<=<\|)(?=[a-z_]+[0-9]*\|>)")
+_IN_TOKEN_NAMES = re.compile(r"(?<=<\|)(?=[a-z][a-z_]*[0-9]*\|>)")
+"""Before the first letter, because a run of marks may be one token, and a mark and a letter after it never are."""
 
 _DATE = "2025-01-01"
 """Stands for the engine's date: every date of this form has as many tokens."""

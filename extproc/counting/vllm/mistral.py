@@ -1,7 +1,8 @@
 """Chats of Mistral's models as vLLM reads them under `--tokenizer-mode mistral`: by mistral-common, an extra.
 
 The library checks, renders and tokenizes a conversation in one, and no text of a client becomes a control token there.
-It takes about a millisecond for 2 KB, so that none of it runs on the event loop. What is handed to it is vLLM 0.33's (renderers/mistral.py, tokenizers/mistral.py).
+It takes about a millisecond for 2 KB, so that none of it runs on the event loop. What is handed to it is vLLM
+0.33's (renderers/mistral.py, tokenizers/mistral.py).
 """
 
 from __future__ import annotations
