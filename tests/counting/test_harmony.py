@@ -139,6 +139,26 @@ def test_tools_are_declared_as_the_library_declares_them(description: str, param
     assert printed == f"<|start|>developer<|message|>{typescript.namespace([function])}<|end|>"
 
 
+def test_union_prints_what_its_variants_share_once() -> None:
+    """A description of a property and of its first type is the type's; another one is above, and later ones stay."""
+    variants = [{"type": "string", "description": "a"}, {"type": "null", "description": "b", "default": 1}]
+    printed = {
+        text: typescript.namespace(
+            [
+                {
+                    "name": "f",
+                    "description": None,
+                    "parameters": {"type": "object", "properties": {"p": {"description": text, "oneOf": variants}}},
+                }
+            ]
+        )
+        for text in ("a", "x")
+    }
+
+    assert "{\np?:\n | string\n | any // b default: 1\n,\n}" in printed["a"]
+    assert "{\n// x\np?:\n | string\n | any // b default: 1\n,\n}" in printed["x"]
+
+
 def test_every_date_has_as_many_tokens() -> None:
     """The engine prints its own date, so any date may stand for it."""
     days = [date(2024, 1, 1) + timedelta(days=number) for number in range(0, 3650, 7)]

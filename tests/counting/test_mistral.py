@@ -130,6 +130,16 @@ async def test_workers_count_chats_of_any_size(directories: dict[str, Path]) -> 
     assert started
 
 
+@pytest.mark.parametrize("takes_effort", [True, False])
+def test_effort_is_handed_on_from_v15(takes_effort: bool, mistral: Counter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Older tokenizers would refuse an effort, so they are not told of it."""
+    backend: Any = mistral.backends()[VOCABULARIES[0]]
+    monkeypatch.setattr(backend, "takes_effort", takes_effort)
+    (text,) = mistral.read(CHAT, json.dumps(user(reasoning_effort="high")).encode()).prompts.texts
+
+    assert takes_effort is ("high" in text)
+
+
 def test_other_endpoints_are_refused(mistral: Counter) -> None:
     """The engine goes other ways to the prompt there."""
     assert 404 == status(outcome(mistral, {"input": "x"}, Endpoint.RESPONSES))

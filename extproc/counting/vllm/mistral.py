@@ -11,15 +11,12 @@ import importlib.util
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from extproc.counting.fields import as_str, malformed
 from extproc.counting.request import Prompts
 from extproc.counting.tokenizer import Bounds, Loaded, TokenizerError
 from extproc.counting.vllm.conversation import conversation, tools_as_rendered
-
-if TYPE_CHECKING:
-    from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
 
 CALL_ID_CHARS_MAX = 9
 """Longer ids of calls are cut to their end: Mistral's templates know none that are longer."""
@@ -35,7 +32,7 @@ class MistralBackend:
     doubt = None
     inline_chars_max = 0
 
-    def __init__(self, tokenizer: MistralTokenizer) -> None:
+    def __init__(self, tokenizer: Any) -> None:  # noqa: ANN401 (MistralTokenizer, generic in every part of a chat)
         from mistral_common.protocol.instruct.request import ChatCompletionRequest  # noqa: PLC0415 (an extra)
 
         self._tokenizer = tokenizer
