@@ -1,7 +1,7 @@
 """Envoy's own replies in the shape of the contract.
 
-Mappers are tried in order and the first match answers. Each leaves alone what carries a reason of ours in the
-dynamic metadata: the service's refusals are complete as they are. A 503 without a lane header is the route table's
+Mappers are tried in order and the first match answers. What carries a reason of ours in the dynamic metadata, a refusal
+of the service, only gets its id: it is complete as it is. A 503 without a lane header is the route table's
 fail-closed answer, for no verdict was made; with a lane header an admitted request found no engine.
 """
 
@@ -24,6 +24,9 @@ from extproc.core.values import Reason
 from extproc.envoy_config.packing import header
 
 REQUEST_ID = "%REQ(X-REQUEST-ID)%"
+
+REQUEST_ID_HEADER = "request-id"
+"""Where Anthropic's SDKs read the id; Envoy itself answers with `x-request-id`."""
 
 MESSAGES = {
     Reason.MALFORMED_REQUEST: "the request could not be read",
@@ -75,7 +78,8 @@ MAPPINGS = (
 
 def local_replies(policy_version: str) -> hcm.LocalReplyConfig:
     """The configuration of all rows."""
-    return hcm.LocalReplyConfig(mappers=[_mapper(mapping, policy_version) for mapping in MAPPINGS])
+    refused = hcm.ResponseMapper(filter=_with_reason(), headers_to_add=[header(REQUEST_ID_HEADER, REQUEST_ID)])
+    return hcm.LocalReplyConfig(mappers=[refused, *(_mapper(mapping, policy_version) for mapping in MAPPINGS)])
 
 
 def reply_headers(reason: Reason, policy_version: str) -> list[core.HeaderValueOption]:
@@ -86,7 +90,7 @@ def reply_headers(reason: Reason, policy_version: str) -> list[core.HeaderValueO
         "x-llm-reserved-tokens": "0",
         "x-llm-queue-ms": "0",
     }
-    headers = [header(REASON_HEADER, reason)]
+    headers = [header(REASON_HEADER, reason), header(REQUEST_ID_HEADER, REQUEST_ID)]
     headers += [header(name, value, keep_existing=True) for name, value in undecided.items()]
     if RULES[reason].retry is Retry.NEVER:
         headers.append(header("x-should-retry", "false"))
@@ -140,6 +144,19 @@ def _without_reason() -> accesslog.AccessLogFilter:
                 value=matcher.ValueMatcher(string_match=matcher.StringMatcher(exact="-")),
             ),
             match_if_key_not_found=True,
+        )
+    )
+
+
+def _with_reason() -> accesslog.AccessLogFilter:
+    return accesslog.AccessLogFilter(
+        metadata_filter=accesslog.MetadataFilter(
+            matcher=matcher.MetadataMatcher(
+                filter=METADATA_NAMESPACE,
+                path=[matcher.MetadataMatcherPathSegment(key=METADATA_REASON)],
+                value=matcher.ValueMatcher(present_match=True),
+            ),
+            match_if_key_not_found=False,
         )
     )
 

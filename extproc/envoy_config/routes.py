@@ -15,7 +15,7 @@ from extproc.core.names import LANE_HEADER, METADATA_NAMESPACE, POOL_HEADER
 from extproc.core.policy import Limits, Policy
 from extproc.core.values import Lane, Reason
 from extproc.envoy_config.packing import duration, header
-from extproc.envoy_config.replies import error_json, reply_headers
+from extproc.envoy_config.replies import REQUEST_ID, REQUEST_ID_HEADER, error_json, reply_headers
 
 METADATA_HEADERS = {
     "lane": "x-llm-lane",
@@ -40,7 +40,8 @@ def route_table(policy: Policy) -> route.RouteConfiguration:
                 response_headers_to_add=[
                     header(name, f"%DYNAMIC_METADATA({METADATA_NAMESPACE}:{key})%")
                     for key, name in METADATA_HEADERS.items()
-                ],
+                ]
+                + [header(REQUEST_ID_HEADER, REQUEST_ID)],
                 routes=[
                     *(_admitted(lane, pool, policy.limits) for lane, pool in lane_pools(policy)),
                     _fail_closed(policy.version),

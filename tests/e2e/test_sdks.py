@@ -1,4 +1,4 @@
-"""The official SDKs against the gateway: answers, streams and tools pass, and every refusal is understood.
+"""OpenAI's official SDKs against the gateway: answers, streams and tools pass, and every refusal is understood.
 
 An SDK reads status, `x-should-retry`, `retry-after-ms`, `error.message` and a request id; how often it really asks is
 counted on its own HTTP client and, independently, by the desk.
@@ -20,7 +20,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import openai
 import pytest
 import pytest_asyncio
@@ -247,26 +246,6 @@ async def test_openai_503(chain: Mesh) -> None:
     assert "no replica of the interactive lane is ready" in caught.value.message
     assert [503, 503] == attempts.statuses
     assert attempts.started_s[1] - attempts.ended_s[0] >= int(attempts.headers[0]["retry-after"])
-
-
-async def test_anthropic_404(chain: Mesh) -> None:
-    """The SDK of an API that is not served here shows our message and request id, and asks once."""
-    before, attempts = _refusals(chain), Attempts()
-    async with anthropic.AsyncAnthropic(
-        base_url=chain.url,
-        api_key="none",
-        http_client=anthropic.DefaultAsyncHttpxClient(event_hooks=attempts.hooks()),
-    ) as client:
-        with pytest.raises(anthropic.NotFoundError) as caught:
-            await client.messages.create(
-                model="qwen3", max_tokens=TOKENS, messages=[{"role": "user", "content": "Hello"}]
-            )
-    error, (headers,) = caught.value, attempts.headers
-
-    assert (404, "not_found_error") == (error.status_code, error.type)
-    assert "there is no such endpoint here" in error.message
-    assert headers["x-request-id"] in error.message
-    assert ([404], before + 1) == (attempts.statuses, _refusals(chain))
 
 
 def _node_module() -> Path:
