@@ -18,10 +18,12 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from extproc.config_check import check
 from extproc.core.admission import Desk
 from extproc.core.rejection import RULES, Retry
+from extproc.envoy_config import Addresses, bootstrap
 from extproc.service.metrics import Metrics
-from extproc.settings import PolicySection
+from extproc.settings import PolicySection, load_policy
 from tests.policies import policy
 
 ROOT = Path(__file__).parents[1]
@@ -40,6 +42,19 @@ def test_reason_table() -> None:
     assert sorted((reason.value, str(rule.status), RETRY_TEXT[rule.retry]) for reason, rule in RULES.items()) == sorted(
         rows
     )
+
+
+def test_example_policies_are_good(tmp_path: Path) -> None:
+    """Every policy in the documents loads, and has a configuration in which nothing is found."""
+    examples = re.findall(
+        r"^```yaml\n(version:.*?)^```", (ROOT / "docs/configuration.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    assert examples
+    for example in examples:
+        path = tmp_path / "policy.yaml"
+        path.write_text(example)
+        found = load_policy(path)
+        assert [] == check(found, bootstrap(found, Addresses()))
 
 
 def _nested(field: FieldInfo) -> tuple[type[BaseModel] | None, str]:
