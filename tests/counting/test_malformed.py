@@ -22,7 +22,7 @@ DECIDED_OTHERWISE = {
 """Cases where the proposal is not followed, and why."""
 
 
-def _allowed(proposal: str, engine_status: int) -> set[int]:
+def allowed_statuses(proposal: str, engine_status: int) -> set[int]:
     """Statuses that a proposal such as "admit, or 400" allows."""
     found = {int(number) for number in re.findall(r"\b4\d\d\b", proposal)}
     if re.search(r"admit|ceiling \d|n=\d|stream=|last-wins|bounded time|default model|counted", proposal):
@@ -48,7 +48,7 @@ def test_recorded_malformed_bodies_get_the_proposed_status(shared: Path) -> None
         plain = path.with_name(case["file"])
         body = plain.read_bytes() if plain.exists() else gzip.decompress(Path(f"{plain}.gz").read_bytes())
         got = status(outcome(counter, body, Endpoint(case["path"])))
-        allowed = _allowed(case["gateway_should"], case["vllm_0_33_0_front_door"]["status"])
+        allowed = allowed_statuses(case["gateway_should"], case["vllm_0_33_0_front_door"]["status"])
         if got not in ({DECIDED_OTHERWISE[name]} if name in DECIDED_OTHERWISE else allowed):
             wrong.append((name, got, case["gateway_should"]))
     counter.close()
@@ -68,4 +68,4 @@ def test_recorded_malformed_bodies_get_the_proposed_status(shared: Path) -> None
 )
 def test_proposals_are_read_as_written(proposal: str, engine: int, allowed: set[int]) -> None:
     """The reader of proposals allows no more than they say."""
-    assert allowed == _allowed(proposal, engine)
+    assert allowed == allowed_statuses(proposal, engine)

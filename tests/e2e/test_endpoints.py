@@ -70,11 +70,20 @@ class Chain:
 
 
 @asynccontextmanager
-async def chain(engine: EngineName, **changes: Any) -> AsyncIterator[Chain]:
-    """A mesh for a model of `engine`."""
+async def chain(
+    engine: EngineName, model: Mapping[str, Any] | None = None, gross_tokens: int = 300_000, **changes: Any
+) -> AsyncIterator[Chain]:
+    """A mesh for a model of `engine`, changed by `model`."""
     async with Recorder() as chat, Recorder() as docs:
-        pools = {name: {f"{name}-0": {"address": f"127.0.0.1:{each.port}"}} for name, each in _named(chat, docs)}
-        async with mesh(pools=pools, model={"engine": engine.value}, default_model=MODEL, **changes) as running:
+        for each in (chat, docs):
+            each.gate.set()
+        pools = {
+            name: {f"{name}-0": {"address": f"127.0.0.1:{each.port}", "gross_tokens": gross_tokens}}
+            for name, each in _named(chat, docs)
+        }
+        async with mesh(
+            pools=pools, model={"engine": engine.value, **(model or {})}, default_model=MODEL, **changes
+        ) as running:
             yield Chain(running, chat, docs)
 
 
