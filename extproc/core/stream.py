@@ -52,7 +52,7 @@ class HeadArrived:
 class BodyArrived:
     """Envoy's body message: the whole body, whatever its end_of_stream says (HTTP/2 trailers may follow)."""
 
-    body: bytes
+    body: bytes | memoryview
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ class Count:
     """To do: count this body, then come back with Bounded, Counted or Faulted."""
 
     endpoint: Endpoint
-    body: bytes
+    body: bytes | memoryview
     lowered: bool
     encoding: Encoding | None = None
 

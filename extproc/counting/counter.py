@@ -122,10 +122,12 @@ class Counter:
         """Who counts, by model."""
         return {name: prepared.loaded.backend for name, prepared in self._prepared.items()}
 
-    def read(self, endpoint: Endpoint, body: bytes, lowered: bool = False, encoding: Encoding | None = None) -> Draft:
+    def read(
+        self, endpoint: Endpoint, body: bytes | memoryview, lowered: bool = False, encoding: Encoding | None = None
+    ) -> Draft:
         """Check `body` and bound its tokens; Fault says what the engine or the model's context would refuse."""
-        if encoding is not None:
-            body = decoded(body, encoding, self._policy.limits.body_bytes_max)
+        # What is not compressed is copied only where it is a view.
+        body = bytes(body) if encoding is None else decoded(body, encoding, self._policy.limits.body_bytes_max)
         document = parse(body)
         model = self._model(document.get("model"))
         prepared = self._prepared[model.name]
@@ -175,7 +177,7 @@ class Counter:
         return self._workers is not None
 
     async def count_apart(
-        self, endpoint: Endpoint, body: bytes, lowered: bool = False, encoding: Encoding | None = None
+        self, endpoint: Endpoint, body: bytes | memoryview, lowered: bool = False, encoding: Encoding | None = None
     ) -> Counted:
         """`read` and `count` in a worker process."""
         assert self._workers is not None  # noqa: S101 (`has_workers` says so)
@@ -185,7 +187,7 @@ class Counter:
             raise _tokenizer_unavailable() from error
 
     async def read_large(
-        self, endpoint: Endpoint, body: bytes, lowered: bool = False, encoding: Encoding | None = None
+        self, endpoint: Endpoint, body: bytes | memoryview, lowered: bool = False, encoding: Encoding | None = None
     ) -> Draft:
         """`read` in a thread: Python's own switching keeps an event loop running beside it."""
         reading = functools.partial(self.read, endpoint, body, lowered, encoding)
@@ -206,7 +208,7 @@ class Counter:
         except RuntimeError as error:  # the pool takes no more work
             raise _tokenizer_unavailable() from error
 
-    def reads_quickly(self, body: bytes, encoding: Encoding | None = None) -> bool:
+    def reads_quickly(self, body: bytes | memoryview, encoding: Encoding | None = None) -> bool:
         """Whether `read` takes no longer than an event loop can spare; else `read_large` is there."""
         return encoding is None and len(body) <= READ_BYTES_QUICK  # what is compressed may be of any size
 

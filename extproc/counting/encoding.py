@@ -14,7 +14,7 @@ _WINDOW_BITS = {Encoding.GZIP: 16 + zlib.MAX_WBITS, Encoding.DEFLATE: zlib.MAX_W
 """zlib's words for the two formats: gzip (RFC 1952), and deflate within zlib's (RFC 1950, which HTTP means by it)."""
 
 
-def decoded(body: bytes, encoding: Encoding, bytes_max: int) -> bytes:
+def decoded(body: bytes | memoryview, encoding: Encoding, bytes_max: int) -> bytes:
     """What `body` holds; Fault for what is not in that format, or larger than `bytes_max` once decoded.
 
     No more than one byte over the bound is ever decoded, whatever the body could become.

@@ -58,7 +58,9 @@ class Workers:
         for _ in range(self._processes):
             self._running().submit(os.getpid)
 
-    async def count(self, endpoint: Endpoint, body: bytes, lowered: bool, encoding: Encoding | None) -> Counted:
+    async def count(
+        self, endpoint: Endpoint, body: bytes | memoryview, lowered: bool, encoding: Encoding | None
+    ) -> Counted:
         """The exact count of `body`; Fault as from the counter, BrokenProcessPool when a worker died."""
         file = None
         if len(body) >= FILED_BYTES_MIN:
@@ -66,7 +68,7 @@ class Workers:
             await asyncio.to_thread(file.write, body)
         pool = self._running()
         try:
-            sent = body if file is None else file.path
+            sent = bytes(body) if file is None else file.path
             work = functools.partial(_count, endpoint, sent, lowered, encoding)
             return await asyncio.wrap_future(_submit(pool, work, file))
         except BrokenProcessPool:
@@ -133,7 +135,7 @@ class _MemoryFile:
         """Where a child of this process finds it (Linux)."""
         return Path(f"/proc/{os.getpid()}/fd/{self._file}")
 
-    def write(self, content: bytes) -> None:
+    def write(self, content: bytes | memoryview) -> None:
         """Write all of `content`."""
         rest = memoryview(content)
         while rest:

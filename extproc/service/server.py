@@ -19,14 +19,13 @@ from pathlib import Path
 import grpc.aio
 import structlog
 from envoy.service.accesslog.v3 import als_pb2 as als
-from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from grpc_health.v1 import health_pb2_grpc
 
 from extproc.core.admission import Desk
 from extproc.core.policy import Policy
 from extproc.core.values import Ending
 from extproc.counting import Counter
-from extproc.service import access_log
+from extproc.service import access_log, wire
 from extproc.service.access_log import AccessLog
 from extproc.service.admin import Admin
 from extproc.service.book import Book
@@ -144,8 +143,8 @@ class Server:
                 ("grpc.so_reuseport", 0),
             ]
         )
-        process: grpc.RpcMethodHandler[pb.ProcessingRequest, bytes] = grpc.stream_stream_rpc_method_handler(
-            self._servicer.process, request_deserializer=pb.ProcessingRequest.FromString
+        process: grpc.RpcMethodHandler[wire.Message, bytes] = grpc.stream_stream_rpc_method_handler(
+            self._servicer.process, request_deserializer=wire.message
         )
         log: grpc.RpcMethodHandler[als.StreamAccessLogsMessage, als.StreamAccessLogsResponse] = (
             grpc.stream_unary_rpc_method_handler(

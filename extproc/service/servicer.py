@@ -30,6 +30,7 @@ from extproc.core.stream import (
     Ended,
     Event,
     Faulted,
+    Part,
     Pass,
     PassPart,
     Refuse,
@@ -64,6 +65,8 @@ class _Reply(NamedTuple):
     message: bytes
     final: bool = False
 
+
+_RESPONSE_PASSES = PassPart(Part.RESPONSE_BODY)
 
 _CONTINUE = _Reply(wire.CONTINUE)
 _CONTINUE_SAMPLED = _Reply(wire.CONTINUE_SAMPLED)
@@ -172,7 +175,7 @@ class Servicer:
                 reply = self._answer(stream, action, started_ns)
                 if reply is _CONTINUE and (sample := self._drift.sample()) is not None:
                     reply = _CONTINUE_SAMPLED
-                elif sample is not None and message.HasField("response_body"):
+                elif sample is not None and action == _RESPONSE_PASSES:
                     self._read_response(stream, sample, message.response_body)
             except _Gone:
                 return

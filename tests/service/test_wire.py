@@ -5,11 +5,17 @@ envoy-data-plane is the independent codec: generated from the same API by anothe
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from envoy.config.core.v3 import base_pb2
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from envoy_data_plane.envoy.config.core import v3 as core_api
 from envoy_data_plane.envoy.service.ext_proc import v3 as api
+from google.protobuf import struct_pb2
+from google.protobuf.message import DecodeError
+from hypothesis import given
+from hypothesis import strategies as st
 
 from extproc.core.rejection import Answer
 from extproc.core.stream import BodyArrived, HeadArrived, Part, PartArrived
@@ -104,6 +110,54 @@ def test_body(end_of_stream: bool) -> None:
     message = api.ProcessingRequest(request_body=api.HttpBody(body=b"{}", end_of_stream=end_of_stream))
 
     assert BodyArrived(b"{}") == wire.event(pb.ProcessingRequest.FromString(bytes(message)))
+
+
+METADATA = base_pb2.Metadata(filter_metadata={"a": struct_pb2.Struct(fields={"b": struct_pb2.Value(number_value=1)})})
+
+
+@pytest.mark.parametrize("size_bytes", [wire.LARGE_MESSAGE_BYTES - 200, wire.LARGE_MESSAGE_BYTES, 3 * 2**20])
+@pytest.mark.parametrize("end_of_stream", [True, False])
+def test_a_large_body_is_cut_out(size_bytes: int, end_of_stream: bool) -> None:
+    """Whatever else is in its message, a large body is the one that the parser finds, without a copy of it."""
+    body = b"x" * size_bytes
+    message = pb.ProcessingRequest(
+        request_body=pb.HttpBody(body=body, end_of_stream=end_of_stream),
+        metadata_context=METADATA,
+        attributes={"envoy.filters.http.ext_proc": struct_pb2.Struct()},
+        observability_mode=True,
+    )
+    found = wire.message(message.SerializeToString())
+
+    assert isinstance(found, wire.LargeBody) == (size_bytes >= wire.LARGE_MESSAGE_BYTES)
+    assert BodyArrived(body) == wire.event(found)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        pb.ProcessingRequest(response_body=pb.HttpBody(body=b"x" * 2**20)),
+        pb.ProcessingRequest(request_headers=pb.HttpHeaders(), metadata_context=METADATA),
+        pb.ProcessingRequest(request_body=pb.HttpBody()),
+    ],
+)
+def test_any_other_message_is_parsed(message: pb.ProcessingRequest) -> None:
+    """Only a large request body takes the short way."""
+    assert message == wire.message(message.SerializeToString())
+
+
+@given(st.binary(max_size=30), st.sampled_from([b"", b"\x22", b"\x22\x80\x80\x40", b"\xff" * 12]))
+def test_what_is_no_message_is_refused(tail: bytes, head: bytes) -> None:
+    """Bytes that only look like a large body are the parser's to judge."""
+    data = head + b"\x0a" * wire.LARGE_MESSAGE_BYTES + tail
+
+    assert _parsed(pb.ProcessingRequest.FromString, data) == _parsed(wire.message, data)
+
+
+def _parsed(parse: Callable[[bytes], wire.Message], data: bytes) -> wire.Message | None:
+    try:
+        return parse(data)
+    except DecodeError:
+        return None
 
 
 @pytest.mark.parametrize(
