@@ -44,7 +44,7 @@ the last quarter of the intake to smaller ones."""
 
 _ENCODINGS = frozenset({"", "identity", *Encoding})
 
-OVERFLOW_ADVICE = "summarize or split the input, or use dedicated capacity"
+OVERFLOW_ADVICE = "summarize or split the input, ask for less output, or use dedicated capacity"
 
 
 class Desk:

@@ -170,6 +170,8 @@ def _backend(tokenizer: tokenizers.Tokenizer, data: bytes, wanted: TokenizerBack
 
 def _read_tokenizer(directory: Path) -> bytes:
     plain, packed = directory / "tokenizer.json", directory / "tokenizer.json.xz"
+    if not directory.is_dir():
+        raise TokenizerError(f"{directory}: there is no such directory")
     try:
         return plain.read_bytes() if plain.exists() else lzma.decompress(packed.read_bytes())
     except (OSError, lzma.LZMAError) as error:

@@ -231,7 +231,7 @@ STEPS = (
                 "retry-after": None,
                 "x-should-retry": "false",
             },
-            facts={"advice": "summarize or split the input, or use dedicated capacity"},
+            facts={"advice": "summarize or split the input, ask for less output, or use dedicated capacity"},
             ledger=UNTOUCHED,
         ),
     ),

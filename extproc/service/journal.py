@@ -60,6 +60,8 @@ class Journal:
         except BlockingIOError as error:
             self.close()
             raise JournalError(f"{path}: another process uses this journal, and two would end each other's") from error
+        except FileNotFoundError as error:
+            raise JournalError(f"{path}: its directory does not exist") from error
         except OSError as error:
             raise JournalError(f"{path}: {error.strerror}") from error
 

@@ -57,7 +57,10 @@ class Prober:
     def _set_ready(self, replica: Replica, *, ready: bool) -> None:
         if self._desk.ledger.accounts[replica.name].ready is not ready:
             self._desk.set_ready(replica.name, ready=ready)
-            _log.info("replica_ready" if ready else "replica_not_ready", replica=replica.name, pool=replica.pool)
+            if ready:
+                _log.info("replica_ready", replica=replica.name, pool=replica.pool)
+            else:
+                _log.warning("replica_not_ready", replica=replica.name, pool=replica.pool)
 
 
 async def _alive(session: aiohttp.ClientSession, replica: Replica, probe: Probe) -> bool:

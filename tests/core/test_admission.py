@@ -107,7 +107,7 @@ def test_overflow_has_advice_and_the_accepted_maximums() -> None:
         "interactive_output_tokens_max": 1024,
         "bulk_input_tokens_max": 60_000,
         "bulk_total_tokens_max": 64_000,
-        "advice": "summarize or split the input, or use dedicated capacity",
+        "advice": "summarize or split the input, ask for less output, or use dedicated capacity",
     } == reject.details
     assert _reject(_desk(), _demand(60_000, 9_000)).message.startswith(
         "prompt is too long: 69000 tokens > 64000 maximum"

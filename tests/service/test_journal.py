@@ -393,7 +393,7 @@ def test_start_without_its_directory(tmp_path: Path) -> None:
     """A directory that is missing, as of a volume that is not mounted, ends the start with one sentence."""
     path = tmp_path / "missing" / "j"
 
-    assert f"Error: {path}: No such file or directory" == _refusal(tmp_path, path)
+    assert f"Error: {path}: its directory does not exist" == _refusal(tmp_path, path)
     assert not path.parent.exists()
 
 
@@ -419,7 +419,7 @@ def _a_pipe(directory: Path) -> Path:
         (_a_directory, "the journal must be a regular file"),
         (_a_pipe, "the journal must be a regular file"),
         (lambda _: Path("/dev/full"), "the journal must be a regular file"),
-        (lambda _: Path("/proc/tokenlane-journal"), "No such file or directory"),
+        (lambda _: Path("/proc/tokenlane-journal"), "its directory does not exist"),
     ],
 )
 def test_what_is_no_place_for_a_journal(tmp_path: Path, make: Callable[[Path], Path], sentence: str) -> None:
