@@ -30,8 +30,9 @@ from extproc.counting.encoding import decoded
 from extproc.counting.fields import malformed
 from extproc.counting.profiles import ENDPOINTS, PROFILES
 from extproc.counting.request import Asked, Prompts, Tools
+from extproc.counting.segments import SegmentCache
 from extproc.counting.template import ChatTemplate
-from extproc.counting.tokenizer import Backend, Loaded, TokenizerError, load
+from extproc.counting.tokenizer import Loaded, TokenizerError, load
 from extproc.counting.vllm import harmony, mistral
 from extproc.counting.workers import Workers
 
@@ -118,7 +119,7 @@ class Counter:
         for prepared in self._prepared.values():
             prepared.loaded.backend.warm()
 
-    def backends(self) -> dict[str, Backend]:
+    def backends(self) -> dict[str, SegmentCache]:
         """Who counts, by model."""
         return {name: prepared.loaded.backend for name, prepared in self._prepared.items()}
 
@@ -220,7 +221,7 @@ class Counter:
         """`count` in this thread."""
         return _counted(draft, self._tokenize(draft) if draft.prompts.texts else draft.prompts.lengths)
 
-    def _backend(self, draft: Draft) -> Backend:
+    def _backend(self, draft: Draft) -> SegmentCache:
         return self._prepared[draft.model.name].loaded.backend
 
     def _tokenize(self, draft: Draft) -> Sequence[int]:
@@ -259,7 +260,7 @@ def _prepare(tokenizer_dir: str, backend: TokenizerBackend, mode: TokenizerMode)
     if mode is TokenizerMode.MISTRAL:
         mistral_backend, loaded = mistral.load(directory)
         return _Prepared(loaded, Tools({}, loaded.token_id_max, functools.partial(mistral.prompts, mistral_backend)))
-    loaded = load(directory, backend, mode)
+    loaded = load(directory, backend, mode, harmony.CONTROL_TOKENS if mode is TokenizerMode.HARMONY else ())
     try:
         templates = {name: ChatTemplate(source, loaded.special_tokens) for name, source in loaded.templates.items()}
     except jinja2.TemplateError as error:

@@ -10,9 +10,14 @@ import sys
 import unicodedata
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from functools import cache
+from itertools import cycle
 
 CHARACTERS_PER_CATEGORY = 400
 """Evenly spread over each of Unicode's 30 categories; small categories are in whole."""
+
+ENDS_CHARS = 64
+"""How much of a long probe text stands beside a cut: more than the longest word or run that a tokenizer looks at."""
 
 _PROSE = (
     "The harbour master's log says it didn't rain; they've 1,234.56 reasons (or 7e-3) to say we'll WAIT, don't you? "
@@ -39,6 +44,22 @@ def texts(added_tokens: Iterable[str]) -> list[str]:
     ]
 
 
+def divided_texts(cuts: Iterable[str], added_tokens: Iterable[str]) -> Iterator[str]:
+    """Texts with `cuts` before and after both ends of every probe text, and inside of one another.
+
+    What a tokenizer makes of a cut depends on what is next to it, so of long texts the ends are enough.
+    """
+    every = [text for whole in texts(added_tokens) for text in (whole[:ENDS_CHARS], whole[-ENDS_CHARS:])]
+    cuts = list(cuts)
+    yield "".join(f"{cut}{text}" for text, cut in zip(every, cycle(cuts), strict=False))
+    for cut in cuts:
+        yield "".join(
+            f"{other[:at]}{cut}{other[at:]}{cut[:at]}{other}{cut[at:]}"
+            for other in cuts
+            for at in (0, 1, len(cut) // 2, len(cut) - 1)
+        )
+
+
 def _spaced() -> Iterator[str]:
     for space in _SPACES:
         yield from (space * count for count in (1, 2, 3, 4, 7, 16, 40))
@@ -55,7 +76,12 @@ def _numbers_and_runs() -> Iterator[str]:
         yield " ".join(character * length for length in (1, 2, 3, 5, 8, 13, 64))
 
 
-def _categories() -> Iterator[str]:
+@cache
+def _categories() -> tuple[str, ...]:
+    return tuple(_by_category())
+
+
+def _by_category() -> Iterator[str]:
     by_category: dict[str, list[str]] = defaultdict(list)
     for point in range(sys.maxunicode + 1):
         by_category[unicodedata.category(chr(point))].append(chr(point))

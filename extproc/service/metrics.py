@@ -174,7 +174,7 @@ class _SettlingCollector(Collector):
 
 
 class _TokenizerCollector(Collector):
-    """The library that counts for each model at the moment of the scrape; none before `counter` is loaded."""
+    """Who counts for each model at the moment of the scrape, and whether by segments; none without `counter`."""
 
     counter: TokenCounter | None = None
 
@@ -182,9 +182,16 @@ class _TokenizerCollector(Collector):
         family = GaugeMetricFamily(
             "tokenlane_tokenizer_backend", "1 for the library that counts for a model", labels=("model", "backend")
         )
+        cached = GaugeMetricFamily(
+            "tokenlane_tokenizer_segment_cache",
+            "1 while counts of segments are kept for a model, 0 where they could not be added up",
+            labels=("model",),
+        )
         for model, backend in self.counter.backends().items() if self.counter else ():
             family.add_metric((model, backend.name), 1)
+            cached.add_metric((model,), backend.segments_doubt is None)
         yield family
+        yield cached
 
 
 class _DeskCollector(Collector):

@@ -100,7 +100,13 @@ class Server:
         self._counter.warm()
         self.metrics.watch_tokenizers(self._counter)
         for model, backend in self._counter.backends().items():
-            _log.info("tokenizer", model=model, backend=backend.name, doubt=backend.doubt)
+            _log.info(
+                "tokenizer",
+                model=model,
+                backend=backend.name,
+                doubt=backend.doubt,
+                segments_doubt=backend.segments_doubt,
+            )
         self._adopt()
         await self._prober.start()
         self.admin_port = await self._admin.start(options.admin_host, options.admin_port)
