@@ -22,7 +22,7 @@ COMPARISONS = {"admitting": (Name.TOKENLANE, Name.NOOP), "refusing": (Name.TOKEN
 RATIOS = {"cpu": "server_cpu_us", "p50": "p50_us", "p99": "p99_us", "added_p50": "added_p50_us"}
 """Ratio -> the number that is divided."""
 
-BEGIN, END = "<!-- latency results: begin -->", "<!-- latency results: end -->"
+BEGIN, END = MARKS = "<!-- latency results: begin -->", "<!-- latency results: end -->"
 
 Row = dict[str, Any]
 
@@ -51,10 +51,19 @@ def machine() -> dict[str, Any]:
     }
 
 
-def versions() -> dict[str, str]:
+def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
     """Versions of everything that takes part."""
     own = {"tokenlane": extproc.__version__, "python": platform.python_version()}
-    return {**own, **{package: version(package) for package in PACKAGES}}
+    return {**own, **{package: version(package) for package in packages}}
+
+
+def place(facts: Mapping[str, Any]) -> str:
+    """The machine in a sentence."""
+    before, after = facts["load_average"]
+    return (
+        f"Machine: {facts['cores']} cores of {facts['cpu']}, {facts['memory_gib']} GiB, {facts['system']}; "
+        f"load average {before} before and {after} after."
+    )
 
 
 def _field(path: str, name: str) -> str | None:
@@ -122,13 +131,14 @@ def table(result: Mapping[str, Any]) -> str:
     ]
     return "\n\n".join(
         (
-            _markdown((*head, "server CPU µs", "Envoy CPU µs"), cells, texts=(0, 2)),
-            _markdown(("scenario", "Tokenlane / no-op", "CPU", "p50", "p99", "added p50"), compared, texts=(0, 1)),
+            markdown((*head, "server CPU µs", "Envoy CPU µs"), cells, texts=(0, 2)),
+            markdown(("scenario", "Tokenlane / no-op", "CPU", "p50", "p99", "added p50"), compared, texts=(0, 1)),
         )
     )
 
 
-def _markdown(head: Iterable[str], rows: Iterable[Iterable[object]], texts: tuple[int, ...]) -> str:
+def markdown(head: Iterable[str], rows: Iterable[Iterable[object]], texts: tuple[int, ...]) -> str:
+    """A table; the columns in `texts` are aligned to the left, all others are numbers."""
     lines = [list(head), *([_cell(value) for value in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     rule = ["-" * width if index in texts else "-" * (width - 1) + ":" for index, width in enumerate(widths)]
@@ -154,16 +164,14 @@ def _cell(value: object) -> str:
 def section(result: Mapping[str, Any], command: str) -> str:
     """The measured part of the page."""
     facts, tools = result["machine"], result["versions"]
-    before, after = facts["load_average"]
     bodies = "\n".join(
         f"- {name}: {each['input_tokens_min']:,} to {each['input_tokens_max']:,} input tokens as counted, "
         f"{each['bytes']:,} bytes on average, {each['different']} different ones"
         for name, each in result["bodies"].items()
     )
-    place = f"{facts['cores']} cores of {facts['cpu']}, {facts['memory_gib']} GiB, {facts['system']}"
     parts = (
         f"Command: `{command}`",
-        f"Machine: {place}; load average {before} before and {after} after.",
+        place(facts),
         f"Versions: {', '.join(f'{name} {number}' for name, number in tools.items())}.",
         f"Bodies:\n\n{bodies}",
         table(result),
@@ -171,10 +179,10 @@ def section(result: Mapping[str, Any], command: str) -> str:
     return "\n\n".join(parts)
 
 
-def write(page: Path, text: str) -> None:
+def write(page: Path, text: str, marks: tuple[str, str] = MARKS) -> None:
     """Put `text` between the marks of `page`; ValueError when it has none."""
-    before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
-    _, end, after = rest.partition(END)
+    before, begin, rest = page.read_text(encoding="utf-8").partition(marks[0])
+    _, end, after = rest.partition(marks[1])
     if not (begin and end):
         raise ValueError(f"{page} has no place marked for the results")
     page.write_text(f"{before}{begin}\n\n{text}\n\n{end}{after}", encoding="utf-8")

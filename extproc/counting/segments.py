@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 SEGMENTS_MAX = 32_768
 """Counts kept for one tokenizer: some 6 MB in each process, and the turns of a thousand long chats."""
 
-SEGMENT_BYTES_MIN = 256
-"""Cuts nearer than this to the last one are passed over: a digest and a look-up pay for a few hundred bytes."""
+SEGMENT_CHARS_MIN = 256
+"""Cuts nearer than this to the last one are passed over: a digest and a look-up pay for a few hundred characters."""
 
 _DIGEST_BLOCK_BYTES = 64
 """SHA-256 reads blocks of this size: a key of one block is hashed once, for all segments."""
@@ -96,7 +96,7 @@ class SegmentCache:
         return self._backend.doubt
 
     @property
-    def segments(self) -> int:
+    def segments_kept(self) -> int:
         """How many counts are kept at the moment."""
         return len(self._kept)
 
@@ -108,27 +108,27 @@ class SegmentCache:
         """Tokens of each text. What is not known yet reaches the backend in one call, equal segments once."""
         if self.segments_doubt is not None or max(map(len, texts), default=0) < self.segmented_chars_min:
             return self._backend.count_batch(texts, add_special_tokens=add_special_tokens)
-        divided = [list(segments(text.encode(), self._cuts, SEGMENT_BYTES_MIN)) for text in texts]
-        if max(map(len, divided)) == 1:
+        if not any(self._cuts.search(text, SEGMENT_CHARS_MIN) for text in texts):
             return self._backend.count_batch(texts, add_special_tokens=add_special_tokens)
         if self._counted_by != self._backend.name:  # it has found a fault in what it counted before
             self._counted_by, self._kept = self._backend.name, _Kept(self._segments_max)
-        counts = self._sums(divided)
+        counts = self._sums(segments(text, self._cuts, SEGMENT_CHARS_MIN) for text in texts)
         self._calls += 1
         if self._calls % SHADOW_EVERY == 0:
-            self._check(max(divided, key=len))
+            self._check(list(segments(max(texts, key=len), self._cuts, SEGMENT_CHARS_MIN)))
             if self.segments_doubt is not None:
                 return self._backend.count_batch(texts, add_special_tokens=add_special_tokens)
         added = self._special_tokens if add_special_tokens else 0
         return [count + added for count in counts]
 
-    def _sums(self, divided: Sequence[Sequence[bytes]]) -> list[int]:
+    def _sums(self, divided: Iterable[Iterable[str]]) -> list[int]:
         # Taken once: what a call counts while others are dropped is dropped with them.
         kept = self._kept
-        counts = [0] * len(divided)
-        missing: dict[bytes, bytes] = {}
+        counts: list[int] = []
+        missing: dict[bytes, str] = {}
         places: list[tuple[int, bytes]] = []
         for index, parted in enumerate(divided):
+            known = 0
             for segment in parted:
                 digest = self._digest(segment)
                 count = kept.get(digest)
@@ -136,21 +136,22 @@ class SegmentCache:
                     missing[digest] = segment
                     places.append((index, digest))
                 else:
-                    counts[index] += count
+                    known += count
+            counts.append(known)
         if missing:
-            texts = [segment.decode() for segment in missing.values()]
-            found = dict(zip(missing, self._backend.count_batch(texts, add_special_tokens=False), strict=True))
-            kept.keep(found)
+            found = self._backend.count_batch(list(missing.values()), add_special_tokens=False)
+            counted = dict(zip(missing, found, strict=True))
+            kept.keep(counted)
             for index, digest in places:
-                counts[index] += found[digest]
+                counts[index] += counted[digest]
         return counts
 
-    def _digest(self, segment: bytes) -> bytes:
+    def _digest(self, segment: str) -> bytes:
         keyed = self._keyed.copy()
-        keyed.update(segment)
+        keyed.update(segment.encode())
         return keyed.digest()
 
-    def _check(self, parted: Sequence[bytes]) -> None:
+    def _check(self, parted: Sequence[str]) -> None:
         """Compare a run of `parted` with its count in one piece. Every check begins at another segment."""
         first = self._calls // SHADOW_EVERY % len(parted)
         run, size = [parted[first]], len(parted[first])
@@ -161,7 +162,7 @@ class SegmentCache:
             run.append(segment)
         if len(run) == 1:
             return
-        whole = self._backend.count_batch([b"".join(run).decode()], add_special_tokens=False)
+        whole = self._backend.count_batch(["".join(run)], add_special_tokens=False)
         summed = self._sums([run])
         if whole != summed:
             self.segments_doubt = f"{summed[0]} tokens in segments where the whole has {whole[0]}"
@@ -201,18 +202,17 @@ class _Kept:
                 self._young[digest] = count
 
 
-def segments(data: bytes, cuts: re.Pattern[bytes], bytes_min: int) -> Iterator[bytes]:
-    """`data` in pieces of at least `bytes_min` bytes, but the last one, each but the first beginning with a cut."""
+def segments(text: str, cuts: re.Pattern[str], chars_min: int) -> Iterator[str]:
+    """`text` in pieces of at least `chars_min` characters, but the last one; each but the first begins with a cut."""
     start = 0
-    while (found := cuts.search(data, start + bytes_min)) is not None:
-        yield data[start : found.start()]
+    while (found := cuts.search(text, start + chars_min)) is not None:
+        yield text[start : found.start()]
         start = found.start()
-    yield data[start:]
+    yield text[start:]
 
 
-def _pattern(cuts: Sequence[str]) -> re.Pattern[bytes]:
-    # In UTF-8 no character begins inside of another, so bytes are found exactly where the text is.
-    return re.compile(b"|".join(re.escape(cut.encode()) for cut in cuts))
+def _pattern(cuts: Sequence[str]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, cuts)))
 
 
 def find_cuts(tokenizer: tokenizers.Tokenizer, sources: Iterable[str]) -> tuple[str, ...]:
@@ -273,7 +273,7 @@ def prove(tokenizer: tokenizers.Tokenizer, cuts: Sequence[str], special_tokens: 
     """Compare whole texts with the sums of their segments, cut wherever they can be; CutError where one differs."""
     pattern = _pattern(cuts)
     texts = list(probe.divided_texts(cuts, (token.content for token in tokenizer.get_added_tokens_decoder().values())))
-    pieces = [[piece.decode() for piece in segments(text.encode(), pattern, 1)] for text in texts]
+    pieces = [list(segments(text, pattern, 1)) for text in texts]
     ends = [0, *accumulate(map(len, pieces))]
     counts = count_by_reference(tokenizer, [piece for each in pieces for piece in each], add_special_tokens=False)
     sums = [sum(counts[first:last]) + special_tokens for first, last in pairwise(ends)]

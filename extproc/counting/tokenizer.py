@@ -138,7 +138,7 @@ def load(
 
     `control_tokens` are those of prompts that no template writes.
     """
-    data = _read_tokenizer(directory)
+    data = read_tokenizer(directory)
     tokenizer = _parse_tokenizer(directory, data)
     config = _read_json(directory / "tokenizer_config.json", required=True)
     model_config = _read_json(directory / "config.json", required=False)
@@ -192,7 +192,8 @@ def _segmented(
     return SegmentCache(backend, cuts, special_tokens)
 
 
-def _read_tokenizer(directory: Path) -> bytes:
+def read_tokenizer(directory: Path) -> bytes:
+    """tokenizer.json, unpacked; TokenizerError where it is not there."""
     plain, packed = directory / "tokenizer.json", directory / "tokenizer.json.xz"
     if not directory.is_dir():
         raise TokenizerError(f"{directory}: there is no such directory")

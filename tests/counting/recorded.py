@@ -114,7 +114,7 @@ def agreement(shared: Path, recording: str, way: Way) -> Agreement | None:
     found = Agreement()
     # By segments: wherever a text can be cut, however short it is.
     changes = {"segmented_chars_min": 0} if way.segmented else {"segments_doubt": "not wanted"}
-    with patch.multiple(backend, **changes), patch.object(segments, "SEGMENT_BYTES_MIN", 1):
+    with patch.multiple(backend, **changes), patch.object(segments, "SEGMENT_CHARS_MIN", 1):
         for body in recorded(shared, recording):
             result = outcome(counter, body.body, body.endpoint)
             if body.differs(result):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import lzma
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from extproc.core.policy import TokenizerBackend
 from extproc.counting import probe, segments
 from extproc.counting.fast import FastBackend, count_by_reference, installed
 from extproc.counting.segments import CutError, SegmentCache, find_cuts, prove
-from extproc.counting.tokenizer import HfBackend, load
+from extproc.counting.tokenizer import HfBackend, load, read_tokenizer
 from tests.counting.models import QWEN3
 
 MARKS = ("<|user|>", "<|end|>")
@@ -112,7 +111,7 @@ def test_short_texts_and_single_segments_go_straight_to_the_backend(backend: Rec
         cache.count_batch([text], add_special_tokens=True)
 
     assert [[text] for text in texts] == backend.asked
-    assert 0 == cache.segments
+    assert 0 == cache.segments_kept
 
 
 def test_kept_counts_are_bounded_and_the_unused_go_first(backend: Recorded) -> None:
@@ -120,7 +119,7 @@ def test_kept_counts_are_bounded_and_the_unused_go_first(backend: Recorded) -> N
     cache = SegmentCache(backend, MARKS, 0, segments_max=64)
     for number in range(300):
         cache.count_batch([chat(LONG, f"{LONG}{number}")], add_special_tokens=False)
-        assert cache.segments <= 64
+        assert cache.segments_kept <= 64
     backend.asked.clear()
     cache.count_batch([chat(LONG, LONG + "0")], add_special_tokens=False)
 
@@ -278,7 +277,7 @@ def test_threads_get_exact_counts(backend: Recorded) -> None:
         thread.join()
 
     assert [] == wrong
-    assert cache.segments <= 16
+    assert cache.segments_kept <= 16
 
 
 def test_what_cannot_be_divided_is_counted_whole(tmp_path: Path) -> None:
@@ -289,7 +288,7 @@ def test_what_cannot_be_divided_is_counted_whole(tmp_path: Path) -> None:
 
     assert "the added token '<x>' is matched by what is around it" == loaded.segments_doubt
     assert [102] == loaded.count_batch([chat("ab" * 100)], add_special_tokens=False)
-    assert 0 == loaded.segments
+    assert 0 == loaded.segments_kept
 
 
 @dataclass(frozen=True)
@@ -310,8 +309,7 @@ def real(request: pytest.FixtureRequest) -> Real:
     )
     if not directory.is_dir():
         pytest.skip(f"the tokenizer {request.param} is not here; its licence keeps it out of the repository")
-    packed = directory / "tokenizer.json.xz"
-    data = lzma.decompress(packed.read_bytes()) if packed.exists() else (directory / "tokenizer.json").read_bytes()
+    data = read_tokenizer(directory)
     reference = tokenizers.Tokenizer.from_buffer(data)
     loaded = load(directory)
     cuts = find_cuts(reference, [*loaded.special_tokens.values(), *loaded.templates.values()])
@@ -353,7 +351,7 @@ SEAMS = (
 
 
 @settings(max_examples=60, deadline=None)
-@patch.object(segments, "SEGMENT_BYTES_MIN", 1)
+@patch.object(segments, "SEGMENT_CHARS_MIN", 1)
 @given(data=st.data())
 def test_segments_add_up_to_the_whole(real: Real, data: st.DataObject) -> None:
     """Any chat, with whole and broken control tokens injected anywhere, has the count of the whole, again and again."""
@@ -379,5 +377,5 @@ def test_load_divides_the_vendored_model() -> None:
         counts = loaded.count_batch([text], add_special_tokens=True)
 
         assert loaded.segments_doubt is None
-        assert loaded.segments == 41
+        assert loaded.segments_kept == 41
         assert counts == loaded.count_batch([text], add_special_tokens=True)
