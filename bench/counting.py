@@ -32,8 +32,8 @@ from bench.texts import body, corpora, cut, messages
 from extproc.core.policy import Endpoint, Policy, TokenizerBackend
 from extproc.counting import Counter
 from extproc.counting.fast import FastBackend
-from extproc.counting.segments import SegmentCache, find_cuts
-from extproc.counting.tokenizer import Backend, HfBackend, load, read_tokenizer
+from extproc.counting.segments import Library, SegmentCache, find_cuts
+from extproc.counting.tokenizer import HfBackend, load, read_tokenizer
 from extproc.settings import PolicySection, freeze
 
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -100,13 +100,13 @@ class Bench:
         loaded = load(directory)
         named = (*loaded.special_tokens.values(), *loaded.templates.values())
         self.cuts = find_cuts(self.reference, named)
-        self.backends: dict[str, Backend] = {
+        self.libraries: dict[str, Library] = {
             "huggingface": HfBackend(self.reference),
             "fastokens": FastBackend(data.decode(), self.reference),
         }
-        for backend in self.backends.values():
+        for backend in self.libraries.values():
             backend.warm()
-        policies = {name: _policy(directory, name) for name in self.backends}
+        policies = {name: _policy(directory, name) for name in self.libraries}
         self.counters = {name: Counter(policy) for name, policy in policies.items()}
         self.workers = Counter(policies["fastokens"], processes=1)
 
@@ -120,7 +120,7 @@ class Bench:
 
     def cache(self, library: str) -> SegmentCache:
         """An empty cache that divides texts of any size."""
-        made = SegmentCache(self.backends[library], self.cuts, 0)
+        made = SegmentCache(self.libraries[library], self.cuts, 0)
         made.segmented_chars_min = 0
         return made
 
@@ -155,10 +155,10 @@ def texts(bench: Bench, plan: Plan) -> Iterator[Samples]:
             for number in range(rounds):
                 start = number * len(corpus) // rounds
                 whole, divided = (bench.prompt(messages(kind, at, size)) for at in (start, start + len(corpus) // 2))
-                caches = {library: bench.cache(library) for library in bench.backends}
+                caches = {library: bench.cache(library) for library in bench.libraries}
                 ways: dict[str, Way] = {"encode": functools.partial(bench.encode, whole)}
                 samples.round(
-                    ways | {library: _counts(backend, whole) for library, backend in bench.backends.items()}, number
+                    ways | {library: _counts(backend, whole) for library, backend in bench.libraries.items()}, number
                 )
                 for state in ("new", "known"):
                     samples.round(
@@ -170,7 +170,7 @@ def texts(bench: Bench, plan: Plan) -> Iterator[Samples]:
             yield samples
 
 
-def _counts(backend: Backend, text: str) -> Way:
+def _counts(backend: Library | SegmentCache, text: str) -> Way:
     return lambda: backend.count_batch([text], add_special_tokens=False)[0]
 
 
@@ -183,7 +183,7 @@ def conversation(bench: Bench, plan: Plan) -> Samples:
         for turn in range(2 * TURNS - 3)
     ]
     samples = Samples("last turn")
-    caches = {library: bench.cache(library) for library in bench.backends}
+    caches = {library: bench.cache(library) for library in bench.libraries}
     with asyncio.Runner() as runner:
 
         def through_worker(data: bytes) -> int:
@@ -201,7 +201,7 @@ def conversation(bench: Bench, plan: Plan) -> Samples:
             data = body("m", before + new)
             text = bench.prompt(before + new)
             ways: dict[str, Way] = {"encode": functools.partial(bench.encode, text)}
-            for library, backend in bench.backends.items():
+            for library, backend in bench.libraries.items():
                 ways[f"count: {library}, whole"] = _counts(backend, text)
                 ways[f"count: {library}, by segments"] = _counts(caches[library], text)
                 ways[f"whole path: {library}"] = _whole_path(bench.counters[library], data)
@@ -220,7 +220,7 @@ def small_chat(bench: Bench, plan: Plan) -> Samples:
     """A chat of some hundred tokens on the whole path, beside the least that anyone could do."""
     samples = Samples("small chat")
     size = int(CHAT_TOKENS * BYTES_PER_TOKEN)
-    backend = bench.backends["fastokens"]
+    backend = bench.libraries["fastokens"]
 
     def fast(text: str) -> int:
         return backend.count_batch([text], add_special_tokens=False)[0]

@@ -30,9 +30,8 @@ from extproc.counting.encoding import decoded
 from extproc.counting.fields import malformed
 from extproc.counting.profiles import ENDPOINTS, PROFILES
 from extproc.counting.request import Asked, Prompts, Tools
-from extproc.counting.segments import SegmentCache
 from extproc.counting.template import ChatTemplate
-from extproc.counting.tokenizer import Loaded, TokenizerError, load
+from extproc.counting.tokenizer import Backend, Loaded, TokenizerError, load
 from extproc.counting.vllm import harmony, mistral
 from extproc.counting.workers import Workers
 
@@ -119,7 +118,7 @@ class Counter:
         for prepared in self._prepared.values():
             prepared.loaded.backend.warm()
 
-    def backends(self) -> dict[str, SegmentCache]:
+    def backends(self) -> dict[str, Backend]:
         """Who counts, by model."""
         return {name: prepared.loaded.backend for name, prepared in self._prepared.items()}
 
@@ -221,7 +220,7 @@ class Counter:
         """`count` in this thread."""
         return _counted(draft, self._tokenize(draft) if draft.prompts.texts else draft.prompts.lengths)
 
-    def _backend(self, draft: Draft) -> SegmentCache:
+    def _backend(self, draft: Draft) -> Backend:
         return self._prepared[draft.model.name].loaded.backend
 
     def _tokenize(self, draft: Draft) -> Sequence[int]:

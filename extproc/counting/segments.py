@@ -24,16 +24,13 @@ import secrets
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import tokenizers
 
 from extproc.counting import probe
 from extproc.counting.components import parts
 from extproc.counting.fast import SHADOW_CHARS_MAX, SHADOW_EVERY, count_by_reference
-
-if TYPE_CHECKING:
-    from extproc.counting.tokenizer import Backend
 
 SEGMENTS_MAX = 32_768
 """Counts kept for one tokenizer: some 6 MB in each process, and the turns of a thousand long chats."""
@@ -56,8 +53,36 @@ class CutError(Exception):
     """Segments of a tokenizer's texts cannot be counted apart; the message says why."""
 
 
+class Library(Protocol):
+    """What counts whole texts.
+
+    Below `segmented_chars_min` characters it counts a text sooner than its segments are looked up.
+    """
+
+    inline_chars_max: int
+    segmented_chars_min: int
+
+    @property
+    def name(self) -> str:
+        """The library that counts."""
+        ...
+
+    @property
+    def doubt(self) -> str | None:
+        """Why the faster library does not count."""
+        ...
+
+    def warm(self) -> None:
+        """Pay now for what the first text of the calling thread would cost."""
+        ...
+
+    def count_batch(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[int]:
+        """Tokens of each text."""
+        ...
+
+
 class SegmentCache:
-    """A backend that counts with another one what it has not counted before.
+    """A backend that counts with `library` what it has not counted before.
 
     Once there is a `doubt` it hands all texts on as they are. `special_tokens` are those that the tokenizer adds to a
     text when it is asked to.
@@ -65,7 +90,7 @@ class SegmentCache:
 
     def __init__(
         self,
-        backend: Backend,
+        library: Library,
         cuts: Sequence[str],
         special_tokens: int,
         *,
@@ -74,26 +99,26 @@ class SegmentCache:
     ) -> None:
         self.segments_doubt = doubt
         """Why counts of segments are not kept; None while they are."""
-        self.inline_chars_max = backend.inline_chars_max
-        self._backend = backend
-        self.segmented_chars_min = backend.segmented_chars_min
+        self.inline_chars_max = library.inline_chars_max
+        self._library = library
+        self.segmented_chars_min = library.segmented_chars_min
         self._cuts = _pattern(cuts)
         self._special_tokens = special_tokens
         self._segments_max = segments_max
         self._keyed = hashlib.sha256(secrets.token_bytes(_DIGEST_BLOCK_BYTES))
         self._calls = 0
-        self._counted_by = backend.name
+        self._counted_by = library.name
         self._kept = _Kept(segments_max)
 
     @property
     def name(self) -> str:
         """The library that counts."""
-        return self._backend.name
+        return self._library.name
 
     @property
     def doubt(self) -> str | None:
         """Why the faster library does not count."""
-        return self._backend.doubt
+        return self._library.doubt
 
     @property
     def segments_kept(self) -> int:
@@ -102,22 +127,22 @@ class SegmentCache:
 
     def warm(self) -> None:
         """Pay for the caches of the calling thread."""
-        self._backend.warm()
+        self._library.warm()
 
     def count_batch(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[int]:
-        """Tokens of each text. What is not known yet reaches the backend in one call, equal segments once."""
+        """Tokens of each text. What is not known yet reaches the library in one call, equal segments once."""
         if self.segments_doubt is not None or max(map(len, texts), default=0) < self.segmented_chars_min:
-            return self._backend.count_batch(texts, add_special_tokens=add_special_tokens)
+            return self._library.count_batch(texts, add_special_tokens=add_special_tokens)
         if not any(self._cuts.search(text, SEGMENT_CHARS_MIN) for text in texts):
-            return self._backend.count_batch(texts, add_special_tokens=add_special_tokens)
-        if self._counted_by != self._backend.name:  # it has found a fault in what it counted before
-            self._counted_by, self._kept = self._backend.name, _Kept(self._segments_max)
+            return self._library.count_batch(texts, add_special_tokens=add_special_tokens)
+        if self._counted_by != self._library.name:  # it has found a fault in what it counted before
+            self._counted_by, self._kept = self._library.name, _Kept(self._segments_max)
         counts = self._sums(segments(text, self._cuts, SEGMENT_CHARS_MIN) for text in texts)
         self._calls += 1
         if self._calls % SHADOW_EVERY == 0:
             self._check(list(segments(max(texts, key=len), self._cuts, SEGMENT_CHARS_MIN)))
             if self.segments_doubt is not None:
-                return self._backend.count_batch(texts, add_special_tokens=add_special_tokens)
+                return self._library.count_batch(texts, add_special_tokens=add_special_tokens)
         added = self._special_tokens if add_special_tokens else 0
         return [count + added for count in counts]
 
@@ -139,7 +164,7 @@ class SegmentCache:
                     known += count
             counts.append(known)
         if missing:
-            found = self._backend.count_batch(list(missing.values()), add_special_tokens=False)
+            found = self._library.count_batch(list(missing.values()), add_special_tokens=False)
             counted = dict(zip(missing, found, strict=True))
             kept.keep(counted)
             for index, digest in places:
@@ -162,7 +187,7 @@ class SegmentCache:
             run.append(segment)
         if len(run) == 1:
             return
-        whole = self._backend.count_batch(["".join(run)], add_special_tokens=False)
+        whole = self._library.count_batch(["".join(run)], add_special_tokens=False)
         summed = self._sums([run])
         if whole != summed:
             self.segments_doubt = f"{summed[0]} tokens in segments where the whole has {whole[0]}"

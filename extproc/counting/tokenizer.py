@@ -20,7 +20,7 @@ from extproc.core.policy import TokenizerBackend, TokenizerMode
 from extproc.counting import fast, segments
 from extproc.counting.components import parts
 from extproc.counting.fast import count_by_reference
-from extproc.counting.segments import CutError, SegmentCache
+from extproc.counting.segments import CutError, Library, SegmentCache
 
 _NORMALIZED_BYTES_RATIO = {"NFC": 3, "NFD": 3, "NFKC": 11, "NFKD": 11, "Replace": 1, "Prepend": 1}
 """How many times longer UTF-8 text can become under a normalizer (Unicode FAQ on normalization, table of maximum
@@ -39,13 +39,12 @@ class TokenizerError(Exception):
 class Backend(Protocol):
     """Counts tokens of texts; blocking, and safe to call from several threads.
 
-    Texts of up to `inline_chars_max` characters together take no longer than an event loop can spare. Below
-    `segmented_chars_min` it counts a text sooner than its segments are looked up. `name` is the library that counts,
-    and `doubt` says why it is not the faster one where that was tried.
+    Texts of up to `inline_chars_max` characters together take no longer than an event loop can spare. `name` is the
+    library that counts, `doubt` says why it is not the faster one where that was tried, and `segments_doubt` why counts
+    of segments are not kept.
     """
 
     inline_chars_max: int
-    segmented_chars_min: int
 
     @property
     def name(self) -> str:
@@ -55,6 +54,11 @@ class Backend(Protocol):
     @property
     def doubt(self) -> str | None:
         """Why the faster library does not count."""
+        ...
+
+    @property
+    def segments_doubt(self) -> str | None:
+        """Why counts of segments are not kept."""
         ...
 
     def warm(self) -> None:
@@ -121,7 +125,7 @@ class Loaded:
     like to their text. `templates` holds chat templates by name; empty where the model has none.
     """
 
-    backend: SegmentCache
+    backend: Backend
     bounds: Bounds
     token_id_max: int
     special_tokens: dict[str, str]
@@ -149,7 +153,7 @@ def load(
     bounds = _bounds(tokenizer)
     named = (*special_tokens.values(), *templates.values(), *control_tokens)
     return Loaded(
-        backend=_segmented(_backend(tokenizer, data, backend), tokenizer, named, bounds.special_tokens),
+        backend=_segmented(_library(tokenizer, data, backend), tokenizer, named, bounds.special_tokens),
         bounds=bounds,
         token_id_max=max(tokenizer.get_vocab_size(), vocab_size if isinstance(vocab_size, int) else 0) - 1,
         special_tokens=special_tokens,
@@ -170,7 +174,7 @@ def context_tokens(directory: Path) -> int | None:
     return next((number for number in found if isinstance(number, int) and 0 < number <= 2**31), None)
 
 
-def _backend(tokenizer: tokenizers.Tokenizer, data: bytes, wanted: TokenizerBackend) -> Backend:
+def _library(tokenizer: tokenizers.Tokenizer, data: bytes, wanted: TokenizerBackend) -> Library:
     if wanted is TokenizerBackend.HUGGINGFACE or not fast.installed():
         return HfBackend(tokenizer)
     try:
@@ -182,14 +186,14 @@ def _backend(tokenizer: tokenizers.Tokenizer, data: bytes, wanted: TokenizerBack
 
 
 def _segmented(
-    backend: Backend, tokenizer: tokenizers.Tokenizer, named: Iterable[str], special_tokens: int
+    library: Library, tokenizer: tokenizers.Tokenizer, named: Iterable[str], special_tokens: int
 ) -> SegmentCache:
     try:
         cuts = segments.find_cuts(tokenizer, named)
         segments.prove(tokenizer, cuts, special_tokens)
     except CutError as error:
-        return SegmentCache(backend, (), special_tokens, doubt=str(error))
-    return SegmentCache(backend, cuts, special_tokens)
+        return SegmentCache(library, (), special_tokens, doubt=str(error))
+    return SegmentCache(library, cuts, special_tokens)
 
 
 def read_tokenizer(directory: Path) -> bytes:

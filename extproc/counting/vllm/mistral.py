@@ -15,7 +15,6 @@ from typing import Any
 
 from extproc.counting.fields import as_str, malformed
 from extproc.counting.request import Prompts
-from extproc.counting.segments import SegmentCache
 from extproc.counting.tokenizer import Bounds, Loaded, TokenizerError
 from extproc.counting.vllm.conversation import conversation, tools_as_rendered
 
@@ -31,8 +30,8 @@ class MistralBackend:
 
     name = "mistral-common"
     doubt = None
+    segments_doubt = "mistral-common takes conversations whole"
     inline_chars_max = 0
-    segmented_chars_min = 0
 
     def __init__(self, tokenizer: Any) -> None:  # noqa: ANN401 (MistralTokenizer, generic in every part of a chat)
         from mistral_common.protocol.instruct.request import ChatCompletionRequest  # noqa: PLC0415 (an extra)
@@ -74,8 +73,7 @@ def load(directory: Path) -> tuple[MistralBackend, Loaded]:
     except Exception as error:  # the library raises many kinds
         raise TokenizerError(f"{directory}: mistral-common finds no tokenizer that it can read: {error}") from error
     bounds = Bounds(token_bytes_max=None, normalized_bytes_ratio=1, composes=True, special_tokens=1)
-    whole = SegmentCache(backend, (), 1, doubt="mistral-common takes conversations whole")
-    return backend, Loaded(whole, bounds, token_id_max=backend.words - 1, special_tokens={}, templates={})
+    return backend, Loaded(backend, bounds, token_id_max=backend.words - 1, special_tokens={}, templates={})
 
 
 def prompts(backend: MistralBackend, conversations: Sequence[list[Any]], values: Mapping[str, Any]) -> Prompts:
