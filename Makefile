@@ -30,8 +30,9 @@ lint: $(READY) ## Check style, format and import directions
 typecheck: $(READY) ## Check types
 	@$(BIN)/mypy $(SOURCES)
 
-bench: $(READY) ## Measure what admission costs a request
+bench: $(READY) ## Measure what admission costs a request, and what a count costs
 	@$(BIN)/python -m bench.latency $(ARGS)
+	@$(BIN)/python -m bench.counting $(ARGS)
 
 soak: $(READY) ## Fuzz bytes to verdicts, then break engines, Envoy and Tokenlane under load for minutes
 	@TOKENLANE_FUZZ_INPUTS=201000 $(BIN)/python -m pytest --quiet tests/service/test_fuzz.py

@@ -31,15 +31,13 @@ from bench.stage import ROOT
 from bench.texts import body, corpora, cut, messages
 from extproc.core.policy import Endpoint, Policy, TokenizerBackend
 from extproc.counting import Counter
-from extproc.counting.fast import FastBackend
-from extproc.counting.segments import Library, SegmentCache, find_cuts
-from extproc.counting.tokenizer import HfBackend, load, read_tokenizer
+from extproc.counting.segments import Library, SegmentCache
+from extproc.counting.tokenizer import read_tokenizer
 from extproc.settings import PolicySection, freeze
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 MODEL_DIR = ROOT / "extproc" / "demo" / "qwen3"
 CHAT = Endpoint.CHAT_COMPLETIONS
-SIZES_BYTES = (1024, 16_384, 262_144)
 TURNS = 20
 CHAT_TOKENS = 400
 CONVERSATION_TOKENS = 45_000
@@ -47,24 +45,33 @@ BYTES_PER_TOKEN = 4.3
 """First guess for English prose; sizes that are stated in the result are counted."""
 
 
+IN_A_ROW = {1024: 16, 16_384: 4, 262_144: 1}
+"""Texts of a size that one way counts before the next way has its turn."""
+
+CONVERSATIONS_IN_A_ROW = 4
+CHATS_IN_A_ROW = 20
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Rounds of each text size, of conversations and of small chats."""
+    """Rounds of texts of each size, of conversations and of small chats."""
 
     text_rounds: Mapping[int, int]
     conversation_rounds: int
     chat_rounds: int
 
 
-FULL = Plan({1024: 400, 16_384: 100, 262_144: 24}, conversation_rounds=40, chat_rounds=1000)
-QUICK = Plan({1024: 40, 16_384: 12, 262_144: 3}, conversation_rounds=4, chat_rounds=100)
+FULL = Plan({1024: 40, 16_384: 30, 262_144: 20}, conversation_rounds=15, chat_rounds=60)
+QUICK = Plan({1024: 3, 16_384: 3, 262_144: 2}, conversation_rounds=2, chat_rounds=6)
 
-Way = Callable[[], object]
+Call = Callable[[], int]
+Ways = dict[str, list[Call]]
+"""Name -> calls that count one text each; the calls of all ways count the same texts."""
 
 
 @dataclass
 class Samples:
-    """Nanoseconds of each way to do the same thing, in rounds; `size_bytes` and `tokens` are those of one text."""
+    """Nanoseconds a text by way, round after round; `size_bytes` and `tokens` are those of one text."""
 
     title: str
     size_bytes: int = 0
@@ -79,36 +86,33 @@ class Samples:
         """How many times longer `base` takes than `way`: the median over rounds, each of which meets one machine."""
         return median(a / b for a, b in zip(self.ns[base], self.ns[way], strict=True))
 
-    def round(self, ways: Mapping[str, Way], first: int) -> None:
-        """Time each of `ways` once, beginning with another one each round; AssertionError unless all give the same."""
+    def round(self, ways: Ways, number: int) -> None:
+        """Time each way once, beginning with another one each round; AssertionError unless all count alike.
+
+        Each does several texts in a row: the first one finds the processor's caches full of another way's work.
+        """
         names = list(ways)
+        first = number % len(names)
         found = {}
-        for name in names[first % len(names) :] + names[: first % len(names)]:
+        for name in names[first:] + names[:first]:
             begin = time.perf_counter_ns()
-            result = ways[name]()
-            self.ns.setdefault(name, []).append(time.perf_counter_ns() - begin)
-            found[name] = result
+            found[name] = [call() for call in ways[name]]
+            self.ns.setdefault(name, []).append((time.perf_counter_ns() - begin) // len(found[name]))
         assert len(set(map(str, found.values()))) == 1, f"{self.title}: {found}"
+        self.tokens = found[names[0]][-1]
 
 
 class Bench:
     """A model's tokenizer in all the ways to count with it."""
 
     def __init__(self, directory: Path) -> None:
-        data = read_tokenizer(directory)
-        self.reference = tokenizers.Tokenizer.from_buffer(data)
-        loaded = load(directory)
-        named = (*loaded.special_tokens.values(), *loaded.templates.values())
-        self.cuts = find_cuts(self.reference, named)
-        self.libraries: dict[str, Library] = {
-            "huggingface": HfBackend(self.reference),
-            "fastokens": FastBackend(data.decode(), self.reference),
-        }
-        for backend in self.libraries.values():
-            backend.warm()
-        policies = {name: _policy(directory, name) for name in self.libraries}
-        self.counters = {name: Counter(policy) for name, policy in policies.items()}
-        self.workers = Counter(policies["fastokens"], processes=1)
+        self.reference = tokenizers.Tokenizer.from_buffer(read_tokenizer(directory))
+        self.counters = {name: Counter(_policy(directory, name), processes=1) for name in ("huggingface", "fastokens")}
+        self._caches = {name: _segmented(counter) for name, counter in self.counters.items()}
+        self.libraries = {name: cache.library for name, cache in self._caches.items()}
+        assert list(self.libraries) == [library.name for library in self.libraries.values()], "fastokens is not there"
+        for library in self.libraries.values():
+            library.warm()
 
     def prompt(self, conversation: list[dict[str, str]]) -> str:
         """`conversation` as the model's template renders it."""
@@ -120,14 +124,21 @@ class Bench:
 
     def cache(self, library: str) -> SegmentCache:
         """An empty cache that divides texts of any size."""
-        made = SegmentCache(self.libraries[library], self.cuts, 0)
+        made = SegmentCache(self.libraries[library], self._caches[library].cuts, 0)
         made.segmented_chars_min = 0
         return made
 
     def close(self) -> None:
         """Stop threads and processes."""
-        for counter in (*self.counters.values(), self.workers):
+        for counter in self.counters.values():
             counter.close()
+
+
+def _segmented(counter: Counter) -> SegmentCache:
+    backend = counter.backends()["m"]
+    assert isinstance(backend, SegmentCache)
+    assert backend.segments_doubt is None, backend.segments_doubt
+    return backend
 
 
 def _policy(directory: Path, library: str) -> Policy:
@@ -144,34 +155,36 @@ def _policy(directory: Path, library: str) -> Policy:
 
 
 def texts(bench: Bench, plan: Plan) -> Iterator[Samples]:
-    """Chats of one kind and size: one that is counted whole, and one in segments, first all new and then all known.
+    """Chats of one kind and size: some that are counted whole, and some in segments, first all new, then all known.
 
-    Two different ones each round, because fastokens is faster with words that it has just seen.
+    Others each time, because fastokens is faster with words that it has just seen.
     """
     for kind, corpus in corpora().items():
-        for size in SIZES_BYTES:
-            rounds = plan.text_rounds[size]
+        for size, rounds in plan.text_rounds.items():
             samples = Samples(kind, size)
+            in_a_row = IN_A_ROW[size]
+            starts = count(0, len(corpus) // (2 * rounds * in_a_row))
             for number in range(rounds):
-                start = number * len(corpus) // rounds
-                whole, divided = (bench.prompt(messages(kind, at, size)) for at in (start, start + len(corpus) // 2))
-                caches = {library: bench.cache(library) for library in bench.libraries}
-                ways: dict[str, Way] = {"encode": functools.partial(bench.encode, whole)}
-                samples.round(
-                    ways | {library: _counts(backend, whole) for library, backend in bench.libraries.items()}, number
-                )
+                prompts = [bench.prompt(messages(kind, next(starts), size)) for _ in range(2 * in_a_row)]
+                whole, divided = prompts[:in_a_row], prompts[in_a_row:]
+                ways: Ways = {"encode": [functools.partial(bench.encode, text) for text in whole]}
+                for name, library in bench.libraries.items():
+                    ways[name] = _counts(library, whole)
+                samples.round(ways, number)
+                caches = {name: bench.cache(name) for name in bench.libraries}
                 for state in ("new", "known"):
-                    samples.round(
-                        {f"{library}, segments {state}": _counts(caches[library], divided) for library in caches},
-                        number,
-                    )
-                samples.tokens = bench.encode(whole)
+                    ways = {f"{name}, segments {state}": _counts(cache, divided) for name, cache in caches.items()}
+                    samples.round(ways, number)
             tell(f"{kind}, {size // 1024} KB: {rounds} rounds")
             yield samples
 
 
-def _counts(backend: Library | SegmentCache, text: str) -> Way:
-    return lambda: backend.count_batch([text], add_special_tokens=False)[0]
+def _counts(backend: Library | SegmentCache, prompts: Sequence[str]) -> list[Call]:
+    return [functools.partial(_count, backend, prompt) for prompt in prompts]
+
+
+def _count(backend: Library | SegmentCache, prompt: str) -> int:
+    return backend.count_batch([prompt], add_special_tokens=False)[0]
 
 
 def conversation(bench: Bench, plan: Plan) -> Samples:
@@ -183,66 +196,74 @@ def conversation(bench: Bench, plan: Plan) -> Samples:
         for turn in range(2 * TURNS - 3)
     ]
     samples = Samples("last turn")
-    caches = {library: bench.cache(library) for library in bench.libraries}
+    caches = {name: bench.cache(name) for name in bench.libraries}
     with asyncio.Runner() as runner:
 
         def through_worker(data: bytes) -> int:
-            return runner.run(bench.workers.count_apart(CHAT, data)).demand.input_tokens
+            return runner.run(bench.counters["fastokens"].count_apart(CHAT, data)).demand.input_tokens
 
         through_worker(body("m", before))
-        for library, counter in bench.counters.items():
-            counter.count_now(counter.read(CHAT, body("m", before)))
-            caches[library].count_batch([bench.prompt(before)], add_special_tokens=False)
+        for name, counter in bench.counters.items():
+            _whole_path(counter, body("m", before))
+            _count(caches[name], bench.prompt(before))
         for number in range(plan.conversation_rounds):
-            new = [
-                {"role": role, "content": f"{number} {cut('English', next(start), size)}"}
-                for role in ("assistant", "user")
+            turns = [
+                [
+                    *before,
+                    {"role": "assistant", "content": f"{number}.{turn} {cut('English', next(start), size)}"},
+                    {"role": "user", "content": f"{number}.{turn} {cut('English', next(start), size)}"},
+                ]
+                for turn in range(CONVERSATIONS_IN_A_ROW)
             ]
-            data = body("m", before + new)
-            text = bench.prompt(before + new)
-            ways: dict[str, Way] = {"encode": functools.partial(bench.encode, text)}
-            for library, backend in bench.libraries.items():
-                ways[f"count: {library}, whole"] = _counts(backend, text)
-                ways[f"count: {library}, by segments"] = _counts(caches[library], text)
-                ways[f"whole path: {library}"] = _whole_path(bench.counters[library], data)
-            ways["whole path: fastokens, in a worker process"] = functools.partial(through_worker, data)
+            bodies = [body("m", turn) for turn in turns]
+            prompts = [bench.prompt(turn) for turn in turns]
+            ways: Ways = {"encode": [functools.partial(bench.encode, prompt) for prompt in prompts]}
+            for name, library in bench.libraries.items():
+                ways[f"count: {name}, whole"] = _counts(library, prompts)
+                ways[f"count: {name}, by segments"] = _counts(caches[name], prompts)
+                ways[f"whole path: {name}"] = _whole_paths(bench.counters[name], bodies)
+            ways["whole path: fastokens, in a worker process"] = [
+                functools.partial(through_worker, data) for data in bodies
+            ]
             samples.round(ways, number)
-            samples.size_bytes, samples.tokens = len(data), bench.encode(text)
+            samples.size_bytes = len(bodies[-1])
     tell(f"last turn: {plan.conversation_rounds} rounds")
     return samples
 
 
-def _whole_path(counter: Counter, data: bytes) -> Way:
-    return lambda: counter.count_now(counter.read(CHAT, data)).demand.input_tokens
+def _whole_paths(counter: Counter, bodies: Sequence[bytes]) -> list[Call]:
+    return [functools.partial(_whole_path, counter, data) for data in bodies]
+
+
+def _whole_path(counter: Counter, data: bytes) -> int:
+    return counter.count_now(counter.read(CHAT, data)).demand.input_tokens
 
 
 def small_chat(bench: Bench, plan: Plan) -> Samples:
     """A chat of some hundred tokens on the whole path, beside the least that anyone could do."""
     samples = Samples("small chat")
     size = int(CHAT_TOKENS * BYTES_PER_TOKEN)
-    backend = bench.libraries["fastokens"]
-
-    def fast(text: str) -> int:
-        return backend.count_batch([text], add_special_tokens=False)[0]
-
+    start = count(0, 251)
+    fast = functools.partial(_count, bench.libraries["fastokens"])
     for number in range(plan.chat_rounds):
-        chat = [{"role": "user", "content": cut("English", number * 251, size)}]
-        data, text = body("m", chat), bench.prompt(chat)
-
-        ways: dict[str, Way] = {
-            "orjson.loads + encode": functools.partial(_bare, data, text, bench.encode),
-            "orjson.loads + fastokens": functools.partial(_bare, data, text, fast),
+        chats = [[{"role": "user", "content": cut("English", next(start), size)}] for _ in range(CHATS_IN_A_ROW)]
+        bodies = [body("m", chat) for chat in chats]
+        prompts = [bench.prompt(chat) for chat in chats]
+        ways: Ways = {
+            name: [functools.partial(_bare, data, prompt, encode) for data, prompt in zip(bodies, prompts, strict=True)]
+            for name, encode in (("orjson.loads + encode", bench.encode), ("orjson.loads + fastokens", fast))
         }
-        ways |= {f"whole path: {library}": _whole_path(counter, data) for library, counter in bench.counters.items()}
+        for name, counter in bench.counters.items():
+            ways[f"whole path: {name}"] = _whole_paths(counter, bodies)
         samples.round(ways, number)
-        samples.size_bytes, samples.tokens = len(data), bench.encode(text)
+        samples.size_bytes = len(bodies[-1])
     tell(f"small chat: {plan.chat_rounds} rounds")
     return samples
 
 
-def _bare(data: bytes, text: str, encode: Callable[[str], int]) -> int:
+def _bare(data: bytes, prompt: str, encode: Callable[[str], int]) -> int:
     orjson.loads(data)
-    return encode(text)
+    return encode(prompt)
 
 
 def tell(text: str) -> None:

@@ -100,9 +100,10 @@ class SegmentCache:
         self.segments_doubt = doubt
         """Why counts of segments are not kept; None while they are."""
         self.inline_chars_max = library.inline_chars_max
-        self._library = library
+        self.library = library
+        self.cuts = tuple(cuts)
         self.segmented_chars_min = library.segmented_chars_min
-        self._cuts = _pattern(cuts)
+        self._cut = _pattern(cuts)
         self._special_tokens = special_tokens
         self._segments_max = segments_max
         self._keyed = hashlib.sha256(secrets.token_bytes(_DIGEST_BLOCK_BYTES))
@@ -113,12 +114,12 @@ class SegmentCache:
     @property
     def name(self) -> str:
         """The library that counts."""
-        return self._library.name
+        return self.library.name
 
     @property
     def doubt(self) -> str | None:
         """Why the faster library does not count."""
-        return self._library.doubt
+        return self.library.doubt
 
     @property
     def segments_kept(self) -> int:
@@ -127,22 +128,22 @@ class SegmentCache:
 
     def warm(self) -> None:
         """Pay for the caches of the calling thread."""
-        self._library.warm()
+        self.library.warm()
 
     def count_batch(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[int]:
         """Tokens of each text. What is not known yet reaches the library in one call, equal segments once."""
         if self.segments_doubt is not None or max(map(len, texts), default=0) < self.segmented_chars_min:
-            return self._library.count_batch(texts, add_special_tokens=add_special_tokens)
-        if not any(self._cuts.search(text, SEGMENT_CHARS_MIN) for text in texts):
-            return self._library.count_batch(texts, add_special_tokens=add_special_tokens)
-        if self._counted_by != self._library.name:  # it has found a fault in what it counted before
-            self._counted_by, self._kept = self._library.name, _Kept(self._segments_max)
-        counts = self._sums(segments(text, self._cuts, SEGMENT_CHARS_MIN) for text in texts)
+            return self.library.count_batch(texts, add_special_tokens=add_special_tokens)
+        if not any(self._cut.search(text, SEGMENT_CHARS_MIN) for text in texts):
+            return self.library.count_batch(texts, add_special_tokens=add_special_tokens)
+        if self._counted_by != self.library.name:  # it has found a fault in what it counted before
+            self._counted_by, self._kept = self.library.name, _Kept(self._segments_max)
+        counts = self._sums(segments(text, self._cut, SEGMENT_CHARS_MIN) for text in texts)
         self._calls += 1
         if self._calls % SHADOW_EVERY == 0:
-            self._check(list(segments(max(texts, key=len), self._cuts, SEGMENT_CHARS_MIN)))
+            self._check(list(segments(max(texts, key=len), self._cut, SEGMENT_CHARS_MIN)))
             if self.segments_doubt is not None:
-                return self._library.count_batch(texts, add_special_tokens=add_special_tokens)
+                return self.library.count_batch(texts, add_special_tokens=add_special_tokens)
         added = self._special_tokens if add_special_tokens else 0
         return [count + added for count in counts]
 
@@ -164,7 +165,7 @@ class SegmentCache:
                     known += count
             counts.append(known)
         if missing:
-            found = self._library.count_batch(list(missing.values()), add_special_tokens=False)
+            found = self.library.count_batch(list(missing.values()), add_special_tokens=False)
             counted = dict(zip(missing, found, strict=True))
             kept.keep(counted)
             for index, digest in places:
@@ -187,7 +188,7 @@ class SegmentCache:
             run.append(segment)
         if len(run) == 1:
             return
-        whole = self._library.count_batch(["".join(run)], add_special_tokens=False)
+        whole = self.library.count_batch(["".join(run)], add_special_tokens=False)
         summed = self._sums([run])
         if whole != summed:
             self.segments_doubt = f"{summed[0]} tokens in segments where the whole has {whole[0]}"
