@@ -62,7 +62,7 @@ class Plan:
 
 
 FULL = Plan({1024: 40, 16_384: 30, 262_144: 20}, conversation_rounds=15, chat_rounds=60)
-QUICK = Plan({1024: 3, 16_384: 3, 262_144: 2}, conversation_rounds=2, chat_rounds=6)
+QUICK = Plan({1024: 3, 16_384: 3, 262_144: 1}, conversation_rounds=2, chat_rounds=6)
 
 Call = Callable[[], int]
 Ways = dict[str, list[Call]]
