@@ -16,12 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers, processors
 
+from extproc.core.admission import Desk
 from extproc.core.policy import TokenizerBackend
-from extproc.counting import probe, segments
+from extproc.counting import Counter, probe, segments
 from extproc.counting.fast import FastBackend, count_by_reference, installed
 from extproc.counting.segments import CutError, SegmentCache, find_cuts, prove
 from extproc.counting.tokenizer import HfBackend, load, read_tokenizer
+from extproc.service.metrics import Metrics
 from tests.counting.models import QWEN3
+from tests.policies import policy as some_policy
 
 MARKS = ("<|user|>", "<|end|>")
 TEMPLATE = "<|user|>{{ messages[0].content }}<|end|>"
@@ -379,3 +382,14 @@ def test_load_divides_the_vendored_model() -> None:
         assert loaded.segments_doubt is None
         assert loaded.segments_kept == 41
         assert counts == loaded.count_batch([text], add_special_tokens=True)
+
+
+def test_a_metric_says_for_which_models_counts_are_kept(counter: Counter) -> None:
+    """The gauge is 1 for a model that counts by segments, and 0 from the moment of a doubt."""
+    metrics = Metrics(Desk(some_policy(), "i"))
+    metrics.watch_tokenizers(counter)
+    name, labels = "tokenlane_tokenizer_segment_cache", {"model": "engine"}
+
+    assert 1 == metrics.registry.get_sample_value(name, labels)
+    with patch.object(counter.backends()["engine"], "segments_doubt", "a difference"):
+        assert 0 == metrics.registry.get_sample_value(name, labels)
