@@ -26,6 +26,7 @@ from pydantic import (
 
 from extproc.core import policy as core
 from extproc.core.drain import PPM
+from extproc.core.media import MediaCharge, MediaKind
 from extproc.core.values import Lane
 
 NS_PER_S = 1_000_000_000
@@ -128,6 +129,47 @@ class LanesSection(_Section):
         return self
 
 
+class _ChargeSection(_Section):
+    tokens: Tokens = Field(description="charge of a part, with the marks and the placeholder around it")
+    tokens_max: Tokens | None = Field(
+        None, description="largest charge of a part, and that of one whose size the body does not show"
+    )
+
+    @model_validator(mode="after")
+    def _bounded(self) -> Self:
+        grows = any(value is not None for name, value in self if name not in _ChargeSection.model_fields)
+        if grows != (self.tokens_max is not None):
+            raise ValueError("a charge by size needs tokens_max, and tokens_max needs a charge by size")
+        if self.tokens_max is not None and self.tokens_max < self.tokens:
+            raise ValueError("tokens_max is below tokens")
+        return self
+
+
+class ImageSection(_ChargeSection):
+    """The charge of an image."""
+
+    patch_side_pixels: Annotated[int, Field(gt=0, le=4096)] | None = Field(
+        None, description="one more token for each square of this side that the image begins"
+    )
+
+
+class ContentSection(_ChargeSection):
+    """The charge of a recording or a file."""
+
+    tokens_per_kib: Annotated[int, Field(gt=0, le=2**20)] | None = Field(
+        None, description="more tokens for each KiB that the content begins"
+    )
+
+
+class MediaSection(_Section):
+    """What parts of a chat are charged that are not text; a kind that is left out is refused."""
+
+    image: ImageSection | None = Field(None, description="an image")
+    audio: ContentSection | None = Field(None, description="a recording")
+    video: ContentSection | None = Field(None, description="a video")
+    file: ContentSection | None = Field(None, description="a file")
+
+
 class ModelSection(_Section):
     """One served model."""
 
@@ -154,6 +196,7 @@ class ModelSection(_Section):
         1024, description="output ceiling written into a request that states none; context: all that is left"
     )
     lanes: LanesSection = Field(description="lane limits")
+    media: MediaSection = Field(MediaSection(), description="charges of media parts; a kind without one is refused")
 
 
 class BypassSection(_Section):
@@ -275,7 +318,12 @@ def _model(name: str, section: ModelSection, base: Path) -> core.Model:
         bulk=_limits(Lane.BULK, section.lanes.bulk),
         tokenizer_backend=section.tokenizer_backend,
         tokenizer_mode=section.tokenizer_mode,
+        media=MappingProxyType({MediaKind(kind): _charge(charge) for kind, charge in section.media if charge}),
     )
+
+
+def _charge(section: ImageSection | ContentSection) -> MediaCharge:
+    return MediaCharge(**{**section.model_dump(), "tokens_max": section.tokens_max or section.tokens})
 
 
 def _limits(lane: Lane, section: InteractiveSection | BulkSection | None) -> core.LaneLimits | None:

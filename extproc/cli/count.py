@@ -101,6 +101,7 @@ def _result(counter: Counter, policy: Policy, endpoint: Endpoint, body: bytes) -
         "sequences": demand.sequences,
         "reserved_tokens": demand.reserve_tokens,
         "lane": None if model is None else classify(demand, model).value,
+        **({"inexact": True} if demand.inexact else {}),
     }
 
 

@@ -10,6 +10,7 @@ METADATA_REASON = "reason"
 
 METADATA_TICKET = "ticket"
 METADATA_LANE = "lane"
+METADATA_COUNT = "count"
 METADATA_DESTINATION = "destination"
 """Address of the reserved replica; the access log is compared with it."""
 
@@ -22,6 +23,10 @@ OWN_PREFIX = "x-llm-"
 LANE_HEADER = "x-llm-lane"
 POOL_HEADER = "x-llm-pool"
 REASON_HEADER = "x-llm-reason"
+COUNT_HEADER = "x-llm-count"
+INEXACT = "inexact"
+"""The only value of `x-llm-count`, which an exact count does not send."""
+
 DESTINATION_HEADER = "x-gateway-destination-endpoint"
 
 INTENT_HEADER = "x-request-intent"

@@ -10,7 +10,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum, unique
+from types import MappingProxyType
 
+from extproc.core.media import MediaCharge, MediaKind
 from extproc.core.values import Lane
 
 BUFFER_MARGIN_BYTES = 2**20
@@ -159,7 +161,7 @@ class Model:
     """One served model: how it is counted and which lanes it has.
 
     `default_ceiling_tokens` is the output ceiling of a request that states none; None means all the context that
-    its prompt leaves.
+    its prompt leaves. A kind of media that `media` does not list is refused.
     """
 
     name: str
@@ -173,6 +175,7 @@ class Model:
     bulk: LaneLimits | None
     tokenizer_backend: TokenizerBackend = TokenizerBackend.HUGGINGFACE
     tokenizer_mode: TokenizerMode = TokenizerMode.TEMPLATE
+    media: Mapping[MediaKind, MediaCharge] = field(default_factory=lambda: MappingProxyType({}))
 
     @property
     def lanes(self) -> tuple[LaneLimits, ...]:
@@ -270,6 +273,11 @@ class Policy:
             for model in self.models.values()
             if model.tokenizer_mode is not TokenizerMode.TEMPLATE and model.engine is not EngineName.VLLM
         ]
+        found += [
+            f"model {model.name}: media of {_media_unread(model)} are not counted, so they cannot have a charge"
+            for model in self.models.values()
+            if model.media and _media_unread(model)
+        ]
         if self.default_model is not None and self.model(self.default_model) is None:
             found.append(f"default_model {self.default_model} is not a model, so a request without one could not run")
         return found
@@ -299,3 +307,11 @@ class Policy:
                         f"{where}: a request of {limits.total_tokens_max_any} tokens is within the limits but no "
                         f"replica of pool {pool.name} can ever hold more than {budget}"
                     )
+
+
+def _media_unread(model: Model) -> str | None:
+    """What reads media in a way that no charge of a part can stand for; None where nothing does."""
+    if model.tokenizer_mode is not TokenizerMode.TEMPLATE:
+        return f"tokenizer_mode {model.tokenizer_mode}"
+    # It takes images out of Markdown in any text.
+    return str(model.engine) if model.engine is EngineName.TGI else None

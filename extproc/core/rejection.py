@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import orjson
 
+from extproc.core import names
 from extproc.core.drain import retry_after
 from extproc.core.values import Demand, Detail, Reason, Reject
 
@@ -92,6 +93,8 @@ def answer(reject: Reject, *, policy_version: str, request_id: str, jitter_ppm: 
         ("x-llm-queue-ms", "0"),
     ]
     headers += [(header, str(details[key])) for key, header in COUNT_HEADERS.items() if key in details]
+    if reject.demand is not None and reject.demand.inexact:
+        headers.append((names.COUNT_HEADER, names.INEXACT))
     if rule.retry is Retry.NEVER:
         headers.append(("x-should-retry", "false"))
     elif rule.retry is Retry.AFTER:

@@ -143,7 +143,8 @@ class Demand(NamedTuple):
 
     `input_tokens` is the sum over the prompts, each counted once however many sequences it starts (engines share the
     prefix); `output_tokens` is the sum of the run ceilings of all sequences; `max_output_tokens` is the
-    largest ceiling of one sequence. `lowered` is true when the client declared that bulk service is enough.
+    largest ceiling of one sequence. `lowered` is true when the client declared that bulk service is enough, `inexact`
+    when part of the input is charged as the policy declares and not counted.
     """
 
     model: str
@@ -152,6 +153,7 @@ class Demand(NamedTuple):
     output_tokens: int
     sequences: int
     lowered: bool = False
+    inexact: bool = False
 
     @property
     def reserve_tokens(self) -> int:

@@ -15,7 +15,7 @@ import functools
 import unicodedata
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -88,7 +88,13 @@ class Draft(NamedTuple):
     def demand(self, input_tokens: int, sequences: int, ran: Run) -> Demand:
         """What it asks for with prompts of `input_tokens` together."""
         return Demand(
-            self.model.name, input_tokens, ran.max_output_tokens, ran.output_tokens, sequences, lowered=self.lowered
+            self.model.name,
+            input_tokens,
+            ran.max_output_tokens,
+            ran.output_tokens,
+            sequences,
+            lowered=self.lowered,
+            inexact=bool(self.prompts.media_tokens),
         )
 
 
@@ -110,7 +116,11 @@ class Counter:
         models = policy.models.values()
         sources = {model.name: (model.tokenizer_dir, model.tokenizer_backend, model.tokenizer_mode) for model in models}
         by_source = {source: _prepare(*source) for source in set(sources.values())}
-        self._prepared = {name: by_source[source] for name, source in sources.items()}
+        self._prepared = {
+            model.name: _Prepared(prepared.loaded, replace(prepared.tools, media=model.media))
+            for model in models
+            for prepared in (by_source[sources[model.name]],)
+        }
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tokenizer", initializer=self.warm)
 
     def warm(self) -> None:
@@ -149,6 +159,8 @@ class Counter:
         ceiling.check()
         kept_tokens = _kept_tokens(asked, model)
         prompts = render()
+        if prompts.media_tokens and asked.truncate_tokens is not None:
+            raise malformed("a prompt with media is not truncated here", "truncate_prompt_tokens")
         low, high = _bounds(prompts, prepared.loaded, kept_tokens)
         for tokens in low:
             ceiling.check_input(tokens, exact=bool(prompts.lengths))
@@ -283,6 +295,7 @@ def _counted(draft: Draft, prompts_tokens: Sequence[int]) -> Counted:
     tokens = tuple(min(count, draft.kept_tokens) for count in prompts_tokens)
     if not all(tokens):
         raise malformed("a prompt without a single token cannot run", "prompt")
+    tokens = draft.prompts.with_media(tokens)
     sequences = draft.asked.sequences_per_prompt
     ran = run(draft.ceiling, tokens, sequences)
     least = draft.ceiling.run_tokens(max(tokens))
@@ -304,9 +317,9 @@ def _bounds(prompts: Prompts, loaded: Loaded, kept_tokens: int) -> tuple[tuple[i
         high.append(
             loaded.bounds.upper_tokens(text_bytes, stable=stable, add_special_tokens=prompts.add_special_tokens)
         )
-    return tuple(min(tokens, kept_tokens) for tokens in prompts.joined(low)), tuple(
-        min(tokens, kept_tokens) for tokens in prompts.joined(high)
-    )
+    low_tokens = tuple(min(tokens, kept_tokens) for tokens in prompts.joined(low))
+    high_tokens = tuple(min(tokens, kept_tokens) for tokens in prompts.joined(high))
+    return prompts.with_media(low_tokens), prompts.with_media(high_tokens)
 
 
 def _is_composed(text: str) -> bool:

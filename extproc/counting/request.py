@@ -7,10 +7,12 @@ returns `Read`; whatever the engine would refuse, and whatever would run somethi
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from extproc.counting.media import NO_CHARGES, Charges
 from extproc.counting.template import ChatTemplate
 
 
@@ -18,7 +20,8 @@ class Prompts(NamedTuple):
     """What runs: texts to tokenize, or lengths of prompts that came as ids; one of the two is empty.
 
     Each text is a prompt, or `texts_per_prompt` says how many make up each, tokenized one by one. `counted_by`
-    tokenizes texts that are no backend's: conversations that a library renders and tokenizes in one.
+    tokenizes texts that are no backend's: conversations that a library renders and tokenizes in one. `media_tokens` are
+    the charges of each prompt's media, where there are any.
     """
 
     texts: tuple[str, ...]
@@ -26,6 +29,13 @@ class Prompts(NamedTuple):
     add_special_tokens: bool
     texts_per_prompt: tuple[int, ...] = ()
     counted_by: Callable[[Sequence[str]], Sequence[int]] | None = None
+    media_tokens: tuple[int, ...] = ()
+
+    def with_media(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        """`tokens` of each prompt and what its media are charged."""
+        if not self.media_tokens:
+            return tuple(tokens)
+        return tuple(map(operator.add, tokens, self.media_tokens))
 
     def joined(self, counts: Sequence[int]) -> tuple[int, ...]:
         """The tokens of each prompt, from those of each text."""
@@ -101,12 +111,14 @@ Chats = Callable[[Sequence[list[Any]], Mapping[str, Any]], Prompts]
 class Tools:
     """What readers need of a model: its chat templates by name, and the largest id of a prompt of ids.
 
-    `chats` makes prompts of conversations and the options of a chat, where no template does.
+    `chats` makes prompts of conversations and the options of a chat, where no template does. `media` are the charges of
+    media parts.
     """
 
     templates: Mapping[str, ChatTemplate]
     token_id_max: int
     chats: Chats | None = None
+    media: Charges = field(default_factory=lambda: NO_CHARGES)
 
 
 Reader = Callable[[Mapping[str, Any], Tools], Read]

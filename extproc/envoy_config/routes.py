@@ -11,7 +11,7 @@ from envoy_data_plane.envoy.config.core import v3 as core
 from envoy_data_plane.envoy.config.route import v3 as route
 from envoy_data_plane.envoy.type.matcher import v3 as matcher
 
-from extproc.core.names import LANE_HEADER, METADATA_NAMESPACE, POOL_HEADER
+from extproc.core.names import COUNT_HEADER, LANE_HEADER, METADATA_COUNT, METADATA_NAMESPACE, POOL_HEADER
 from extproc.core.policy import Limits, Policy
 from extproc.core.values import Lane, Reason
 from extproc.envoy_config.packing import duration, header
@@ -20,6 +20,7 @@ from extproc.envoy_config.replies import REQUEST_ID, REQUEST_ID_HEADER, error_js
 METADATA_HEADERS = {
     "lane": "x-llm-lane",
     "lane_reason": "x-llm-lane-reason",
+    METADATA_COUNT: COUNT_HEADER,
     "input_tokens": "x-llm-input-tokens",
     "max_output_tokens": "x-llm-max-output-tokens",
     "reserved_tokens": "x-llm-reserved-tokens",

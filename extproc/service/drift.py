@@ -32,7 +32,9 @@ class Drift:
         return UsageReader() if self._sample_ppm and self._chance() * PPM < self._sample_ppm else None
 
     def compare(self, admit: Admit, usage: UsageReader, request_id: str) -> None:
-        """Compare a whole response with the admission of its request."""
+        """Compare a whole response with the admission of its request, where that was counted exactly."""
+        if admit.demand.inexact:
+            return
         usage.end()
         counted, stated = admit.demand.input_tokens, usage.input_tokens
         if stated is None:

@@ -64,6 +64,10 @@ class Metrics:
         self._tokens = {
             lane: (inputs.labels(lane), outputs.labels(lane)) for lane in (Lane.INTERACTIVE, Lane.BULK, Lane.OVERFLOW)
         }
+        inexact = self._counter(
+            "inexact_requests", "Counted requests whose media are charged as the policy declares", "model"
+        )
+        self._inexact = {model: inexact.labels(model) for model in desk.policy.models}
         responses = self._counter("responses", "Responses to admitted requests by how they ended", "lane", "end")
         self._responses = {
             (lane, end): responses.labels(lane, end) for lane in (Lane.INTERACTIVE, Lane.BULK) for end in ResponseEnd
@@ -154,6 +158,8 @@ class Metrics:
         inputs, outputs = self._tokens[lane]
         inputs.observe(demand.input_tokens)
         outputs.observe(demand.output_tokens)
+        if demand.inexact:
+            self._inexact[demand.model].inc()
 
     def _counter(self, name: str, documentation: str, *labels: str) -> Counter:
         return Counter(name, documentation, labels, namespace="tokenlane", registry=self.registry)

@@ -200,6 +200,9 @@ PASS: Mapping[Part, bytes] = MappingProxyType(
 """Replies that leave a part as it is. The documented mode sends response trailers only; a mesh may send the others."""
 
 
+_INEXACT = ((names.METADATA_COUNT, names.INEXACT),)
+
+
 def admitted(  # noqa: PLR0913 (what a reply says)
     admit: Admit,
     body: bytes | None,
@@ -242,6 +245,7 @@ def admitted(  # noqa: PLR0913 (what a reply says)
             ("policy", policy_version),
             (names.METADATA_DESTINATION, admit.address),
             (names.METADATA_RETRY_AFTER, str(busy_retry_s)),
+            *(_INEXACT if demand.inexact else ()),
         ),
         ticket=reservation.ticket,
     )

@@ -520,7 +520,10 @@ async def test_ids_need_no_thread() -> None:
 
 def test_models_share_a_directory(counter: Counter) -> None:
     """A tokenizer is in memory once, however many models name its directory."""
-    assert counter._prepared["clamp"] is counter._prepared["refuse"]
+    one, other = counter._prepared["clamp"], counter._prepared["refuse"]
+
+    assert one.loaded is other.loaded
+    assert one.tools.templates is other.tools.templates
 
 
 def test_missing_tokenizer_is_named(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from extproc.counting.fields import (
     number,
     refused,
 )
+from extproc.counting.media import Meter
 from extproc.counting.prompts import REPLACES_PROMPT
 from extproc.counting.request import Prompts, Read, Tools
 from extproc.counting.sglang.conversation import TOOL_ROLES, conversation, tools_as_rendered
@@ -96,7 +97,7 @@ def read(body: Mapping[str, Any], model: Tools) -> Read:
     variables = _template_variables(values, body.get("reasoning"))
     # A ceiling of 0 is none: the other field holds.
     names = ("max_completion_tokens", "max_tokens") if values.get("max_completion_tokens") else ("max_tokens",)
-    return asked(values, names), lambda: _prompts(messages, tools, variables, model.templates)
+    return asked(values, names), lambda: _prompts(messages, tools, variables, model)
 
 
 def _check_continuation(values: Mapping[str, Any], messages: list[Any]) -> None:
@@ -163,14 +164,15 @@ def _prompts(
     messages: list[Any],
     tools: list[dict[str, Any]] | None,
     variables: Mapping[str, Any],
-    templates: Mapping[str, ChatTemplate],
+    model: Tools,
 ) -> Prompts:
-    template = templates.get("tool_use") if tools is not None else None
-    template = template or templates.get("default")
+    template = model.templates.get("tool_use") if tools is not None else None
+    template = template or model.templates.get("default")
     if template is None:
         raise malformed("this model has no chat template", "messages")
+    meter = Meter(model.media)
     chat = Chat(
-        messages=conversation(messages, parts_as_list=_takes_parts(template)),
+        messages=conversation(messages, meter, parts_as_list=_takes_parts(template)),
         tools=tools,
         documents=variables.get("documents"),
         add_generation_prompt=True,
@@ -184,7 +186,8 @@ def _prompts(
             raise
         # Some templates want functions without the object around them; the engine tries those next.
         text = template.render(chat._replace(tools=[tool["function"] for tool in tools]))
-    return Prompts((text,), (), add_special_tokens=False)
+    charge = meter.taken()
+    return Prompts((text,), (), add_special_tokens=False, media_tokens=(charge,) if charge else ())
 
 
 def _takes_parts(template: ChatTemplate) -> bool:

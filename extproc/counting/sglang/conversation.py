@@ -12,6 +12,7 @@ from typing import Any
 import orjson
 
 from extproc.counting.fields import as_bool, as_int, as_list, as_object, as_str, malformed, nullable, one_of
+from extproc.counting.media import STANDS_AS, Meter
 from extproc.counting.sglang.schema_types import standard_types
 from extproc.counting.template import Message
 
@@ -21,35 +22,37 @@ TOOL_ROLES = frozenset({"developer", "root", "system"})
 _ROLES = TOOL_ROLES | {"assistant", "function", "latest_reminder", "tool"}
 """Roles but the user's, written in any case."""
 
+_MEDIA_PARTS = frozenset({"audio_url", "image_url", "input_audio", "video_url"})
+
 _STRING = nullable(as_str)
 _TEXT_FIELDS = (("tool_call_id", _STRING), ("name", _STRING), ("phase", nullable(one_of("commentary", "final_answer"))))
 
 
-def conversation(messages: list[Any], *, parts_as_list: bool) -> list[Message]:
+def conversation(messages: list[Any], meter: Meter, *, parts_as_list: bool) -> list[Message]:
     """What the template gets as `messages`; Fault(MALFORMED_REQUEST) for messages the engine refuses.
 
     `parts_as_list`: a list of parts reaches the template as one, else as its texts joined by spaces. A last message
-    that is the assistant's becomes the user's.
+    that is the assistant's becomes the user's. `meter` charges media parts.
     """
-    shaped = [_message(message, parts_as_list=parts_as_list) for message in messages]
+    shaped = [_message(message, meter, parts_as_list=parts_as_list) for message in messages]
     last = shaped[-1]
     if last["role"] == "assistant" and isinstance(last["content"], str):
         shaped[-1] = {"role": "user", "content": last["content"]}
     return shaped
 
 
-def _message(message: object, *, parts_as_list: bool) -> Message:
+def _message(message: object, meter: Meter, *, parts_as_list: bool) -> Message:
     message = as_object("messages", message)
     role = as_str("messages.role", message.get("role"))
     if role == "user":
-        return {"role": role, "content": _content(message.get("content"), role, parts_as_list=parts_as_list)}
+        return {"role": role, "content": _content(message.get("content"), role, meter, parts_as_list=parts_as_list)}
     role = role.lower()
     if role not in _ROLES:
         raise malformed("messages.role is none that the engine knows", "messages.role")
     content = message.get("content")
     shaped = {
         "role": role,
-        "content": "" if content is None else _content(content, role, parts_as_list=parts_as_list),
+        "content": "" if content is None else _content(content, role, meter, parts_as_list=parts_as_list),
         **{name: check(f"messages.{name}", message.get(name)) for name, check in _TEXT_FIELDS},
         "reasoning_content": _STRING("messages.reasoning_content", message.get("reasoning_content")),
         "tool_calls": _tool_calls(message.get("tool_calls"), role),
@@ -61,19 +64,19 @@ def _message(message: object, *, parts_as_list: bool) -> Message:
     return {name: value for name, value in shaped.items() if value is not None}
 
 
-def _content(content: object, role: str, *, parts_as_list: bool) -> str | list[dict[str, str]]:
+def _content(content: object, role: str, meter: Meter, *, parts_as_list: bool) -> str | list[dict[str, str]]:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise malformed("content must be a string or a list of parts", "messages.content")
-    parts = [part for part in (_part(part, role) for part in content) if part is not None]
+    parts = [part for part in (_part(part, role, meter) for part in content) if part is not None]
     texts = [part["text"] for part in parts if part["type"] == "text"]
     if parts_as_list and (role != "tool" or len(texts) < len(parts)):
         return parts
-    return " ".join(texts)
+    return " ".join([*(STANDS_AS for part in parts if part.keys() == {"type"}), *texts])
 
 
-def _part(part: object, role: str) -> dict[str, str] | None:
+def _part(part: object, role: str, meter: Meter) -> dict[str, str] | None:
     """A part as a template sees it; None for reasoning, which reaches no template."""
     part = as_object("messages.content", part)
     kind = part.get("type")
@@ -85,7 +88,7 @@ def _part(part: object, role: str) -> dict[str, str] | None:
         if (part.get("thinking") is None) == (part.get("text") is None):
             raise malformed("a part of reasoning needs one of thinking and text", "messages.content")
         return None
-    raise malformed("content parts other than text are not accepted here", "messages.content.type")
+    return meter.add(kind, part, _MEDIA_PARTS)
 
 
 def _tool_calls(calls: object, role: str) -> list[dict[str, Any]] | None:

@@ -21,6 +21,7 @@ from extproc.counting.fields import (
     one_of,
     refused,
 )
+from extproc.counting.media import NO_CHARGES, Charges, Meter
 from extproc.counting.prompts import REPLACES_PROMPT, SEQUENCES_MAX
 from extproc.counting.request import Prompts, Read, Tools
 from extproc.counting.template import Chat, ChatTemplate, template_variables
@@ -120,11 +121,16 @@ def _tool_names(tools: object) -> set[object]:
 
 def rendered(conversations: Sequence[list[Any]], values: Mapping[str, Any], model: Tools) -> Prompts:
     """What `model` makes of `conversations`, one prompt each; `values` holds the options of a chat."""
-    return (model.chats or functools.partial(prompts, templates=model.templates))(conversations, values)
+    return (model.chats or functools.partial(prompts, templates=model.templates, charges=model.media))(
+        conversations, values
+    )
 
 
 def prompts(
-    conversations: Sequence[list[Any]], values: Mapping[str, Any], templates: Mapping[str, ChatTemplate]
+    conversations: Sequence[list[Any]],
+    values: Mapping[str, Any],
+    templates: Mapping[str, ChatTemplate],
+    charges: Charges = NO_CHARGES,
 ) -> Prompts:
     """What the model's template makes of `conversations`, one prompt each; `values` holds the options of a chat."""
     tools = values.get("tools")
@@ -141,19 +147,29 @@ def prompts(
         variables.setdefault("enable_thinking", effort != "none")
         variables["reasoning_effort"] = effort
     shaped_tools = None if tools is None else tools_as_rendered(tools)
-    texts = tuple(
-        template.render(
-            Chat(
-                messages=conversation(
-                    messages, parts_as_list=template.parts_as_list, knows_developer=template.knows_developer
-                ),
-                tools=shaped_tools,
-                documents=documents,
-                add_generation_prompt=values.get("add_generation_prompt", True),
-                continue_final_message=values.get("continue_final_message", False),
-                variables=variables,
-            )
+    meter = Meter(charges)
+    texts: list[str] = []
+    media_tokens: list[int] = []
+    for messages in conversations:
+        shaped = conversation(
+            messages,
+            parts_as_list=template.parts_as_list,
+            knows_developer=template.knows_developer,
+            meter=meter,
         )
-        for messages in conversations
+        media_tokens.append(meter.taken())
+        chat = Chat(
+            messages=shaped,
+            tools=shaped_tools,
+            documents=documents,
+            add_generation_prompt=values.get("add_generation_prompt", True),
+            continue_final_message=values.get("continue_final_message", False),
+            variables=variables,
+        )
+        texts.append(template.render(chat))
+    return Prompts(
+        tuple(texts),
+        (),
+        add_special_tokens=values.get("add_special_tokens", False),
+        media_tokens=tuple(media_tokens) if any(media_tokens) else (),
     )
-    return Prompts(texts, (), add_special_tokens=values.get("add_special_tokens", False))

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from extproc.counting.fields import as_bool, as_object, as_str, malformed
+from extproc.counting.media import PART_TYPES, STANDS_AS, Meter
 from extproc.counting.template import Message
 
 _TEXT_OF_PART = {
@@ -21,25 +22,29 @@ BILLING_HEADER = "x-anthropic-billing-header"
 """vLLM drops the first line of system text that starts with this: it changes with every request."""
 
 
-def conversation(messages: list[Any], *, parts_as_list: bool, knows_developer: bool) -> list[Message]:
+def conversation(
+    messages: list[Any], *, parts_as_list: bool, knows_developer: bool, meter: Meter | None = None
+) -> list[Message]:
     """What the template gets as `messages`; Fault(MALFORMED_REQUEST) for messages the engine refuses.
 
     `parts_as_list`: content reaches the template as a list of parts, else as one string, parts joined by newlines.
-    A template that does not know the developer role gets system messages instead, merged into the first.
+    A template that does not know the developer role gets system messages instead, merged into the first. Media parts
+    are charged to `meter`; without one they are refused.
     """
-    shaped = [_message(message, parts_as_list=parts_as_list) for message in messages]
+    meter = meter or Meter()
+    shaped = [_message(message, meter, parts_as_list=parts_as_list) for message in messages]
     if not knows_developer and any(message["role"] == "developer" for message in shaped):
         return _developer_as_system(shaped)
     return shaped
 
 
-def _message(message: object, *, parts_as_list: bool) -> Message:
+def _message(message: object, meter: Meter, *, parts_as_list: bool) -> Message:
     if not isinstance(message, dict):
         raise malformed("each message must be an object", "messages")
     role = message.get("role")
     if not isinstance(role, str):
         raise malformed("each message needs a role, which is a string", "messages.role")
-    shaped: Message = {"role": role, "content": _content(message, role, parts_as_list=parts_as_list)}
+    shaped: Message = {"role": role, "content": _content(message, role, meter, parts_as_list=parts_as_list)}
     if role == "assistant":
         _assistant(message, shaped)
     elif role == "tool" and "tool_call_id" in message:
@@ -55,7 +60,7 @@ def _message(message: object, *, parts_as_list: bool) -> Message:
     return shaped
 
 
-def _content(message: dict[str, Any], role: str, *, parts_as_list: bool) -> str | list[dict[str, Any]]:
+def _content(message: dict[str, Any], role: str, meter: Meter, *, parts_as_list: bool) -> str | list[dict[str, Any]]:
     content = message.get("content")
     if isinstance(content, str) and role != "system":
         return [{"type": "text", "text": content}] if parts_as_list and role != "tool" else content
@@ -66,26 +71,29 @@ def _content(message: dict[str, Any], role: str, *, parts_as_list: bool) -> str 
     parts = [content] if isinstance(content, str) else content
     if not isinstance(parts, list):
         raise malformed("content must be a string or a list of parts", "messages.content")
-    shaped = [part for part in (_part(part, role) for part in parts) if part is not None]
+    shaped = [part for part in (_part(part, role, meter) for part in parts) if part is not None]
     if parts_as_list and (role != "tool" or any(part["type"] != "text" for part in shaped)):
         return shaped
-    texts = [part["text"] if part["type"] == "text" else part["name"] for part in shaped]
-    return "\n".join(text for text in texts if text)
+    texts = [part["text"] if part["type"] == "text" else part.get("name") for part in shaped]
+    # What stands for media comes first.
+    return "\n".join([*(STANDS_AS for text in texts if text is None), *(text for text in texts if text)])
 
 
-def _part(part: object, role: str) -> dict[str, Any] | None:
+def _part(part: object, role: str, meter: Meter) -> dict[str, Any] | None:
     """A part as a list-taking template sees it; None for one without text."""
     if isinstance(part, str):
         part = {"type": "text", "text": part}
     if not isinstance(part, dict):
         raise malformed("each content part must be a string or an object", "messages.content")
+    if part.get("uuid") is not None:  # the engine then reads whatever media the part holds, whatever its type
+        raise malformed("uuid of a content part is not accepted here", "messages.content.uuid")
     # The engine infers the type of a part that holds nothing but text.
     kind = part.get("type", "text" if part.keys() == {"text"} else None)
     if kind == "tool_reference":
         return {"type": kind, "name": as_str("messages.content.name", part.get("name"))}
     key = _TEXT_OF_PART.get(kind) if isinstance(kind, str) else None
     if key is None:
-        raise malformed("content parts other than text are not accepted here", "messages.content.type")
+        return meter.add(kind, part, PART_TYPES)
     text = part.get(key)
     if text is None:
         return None

@@ -42,7 +42,7 @@ _TOOL_CHANGES = ("tool_addition", "tool_removal")
 _BLOCKS = frozenset(
     {"redacted_thinking", "text", "thinking", "tool_reference", "tool_result", "tool_use", *_TOOL_CHANGES}
 )
-"""Types of blocks that the engine takes and that hold text; it also takes images, which are not accepted here."""
+"""Types of blocks that the engine takes and that hold text; turns may also hold images."""
 
 _CALL_ID = "call_1700000000"
 """The id of a call that has none: the engine takes the time in seconds."""
@@ -227,15 +227,15 @@ def _system_blocks(content: object) -> list[dict[str, Any]]:
     return _blocks("messages.content", content, changes_tools=True)
 
 
-def _blocks(name: str, content: object, *, changes_tools: bool = False) -> list[dict[str, Any]]:
+def _blocks(name: str, content: object, *, changes_tools: bool = False, images: bool = False) -> list[dict[str, Any]]:
     if not isinstance(content, list):
         raise malformed(f"{name} must be a string or a list of blocks", name)
     for block in content:
         if not isinstance(block, dict):
             raise malformed(f"each block of {name} must be an object", name)
         kind = block.get("type")
-        if not isinstance(kind, str) or kind not in _BLOCKS:
-            raise malformed("blocks other than text, thinking and of tools are not accepted here", f"{name}.type")
+        if not isinstance(kind, str) or (kind not in _BLOCKS and not (images and kind == "image")):
+            raise malformed("blocks of this type are not accepted here", f"{name}.type")
         if kind in _TOOL_CHANGES and not changes_tools:
             raise malformed("only a system message changes tools", f"{name}.type")
     return content
@@ -253,16 +253,16 @@ def _turns(role: str, content: object) -> Iterator[Message]:
         yield {"role": role, "content": content}
         return
     name = "messages.content"
-    blocks = _blocks(name, content)
+    blocks = _blocks(name, content, images=True)
     if role == "user":
         for block in _of(blocks, "tool_result"):
             yield from _results(name, block)
-    parts = [{"type": "text", "text": text} for text in _texts(name, blocks, role)]
+    parts = list(_parts(name, blocks, role))
     if role == "user" and not parts:
         return
     turn: Message = {"role": role}
     if parts:
-        turn["content"] = parts[0]["text"] if len(parts) == 1 else parts
+        turn["content"] = parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts
     if calls := [_call(name, block) for block in _of(blocks, "tool_use")]:
         turn["tool_calls"] = calls
     thinking = [block for block in _of(blocks, "thinking") if block.get("thinking") is not None]
@@ -275,12 +275,25 @@ def _of(blocks: list[dict[str, Any]], kind: str) -> Iterator[dict[str, Any]]:
     return (block for block in blocks if block["type"] == kind)
 
 
-def _texts(name: str, blocks: list[dict[str, Any]], role: str) -> Iterator[str]:
+def _parts(name: str, blocks: list[dict[str, Any]], role: str) -> Iterator[dict[str, Any]]:
     for block in blocks:
         if block["type"] == "text" and (text := _text(name, block, "text")):
-            yield text
+            yield {"type": "text", "text": text}
+        elif block["type"] == "image":
+            yield _image(name, block)
         elif block["type"] == "tool_result" and role == "assistant":
-            yield f"Tool result: {block.get('content') or ''}"
+            yield {"type": "text", "text": f"Tool result: {block.get('content') or ''}"}
+
+
+def _image(name: str, block: Mapping[str, Any]) -> dict[str, Any]:
+    """An image as a part of a chat; its source is a URL, or else content in base64."""
+    source = as_object(f"{name}.source", block.get("source"))
+    url = source.get("url")
+    if source.get("type") != "url":
+        data = as_str(f"{name}.source.data", source.get("data"))
+        media_type = as_str(f"{name}.source.media_type", source.get("media_type", "image/jpeg"))
+        url = f"data:{media_type};base64,{data}"
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def _call(name: str, block: Mapping[str, Any]) -> dict[str, Any]:
@@ -290,21 +303,24 @@ def _call(name: str, block: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _results(name: str, block: Mapping[str, Any]) -> Iterator[Message]:
-    """A tool's result, and the tools that it refers to, as messages of the tool."""
+    """A tool's result, its images, and the tools that it refers to, as messages: images are the user's."""
     content = block.get("content")
     items = [{"type": "text", "text": content}] if isinstance(content, str) else nullable(as_list)(name, content) or []
     texts: list[str] = []
+    images: list[dict[str, Any]] = []
     found: list[dict[str, str]] = []
     for item in items if isinstance(items, list) else []:
         kind = as_object(name, item).get("type")
         if kind == "text":
             texts.append(as_str(f"{name}.text", item.get("text", "")))
         elif kind == "image":
-            raise malformed("images are not accepted here", f"{name}.type")
+            images.append(_image(name, item))
         elif kind == "tool_reference" and (referred := item.get("tool_name") or item.get("name")):
             found.append({"type": "tool_reference", "name": as_str(f"{name}.tool_name", referred)})
     call_id = _text(name, block, "tool_use_id")
     yield {"role": "tool", "tool_call_id": call_id, "content": "\n".join(texts)}
+    if images:
+        yield {"role": "user", "content": images}
     if found:
         yield {"role": "tool", "tool_call_id": call_id, "content": found}
 

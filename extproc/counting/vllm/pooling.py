@@ -109,7 +109,7 @@ def read(body: Mapping[str, Any], model: Tools) -> Read:
     if conversations is not None:
         options = {"add_generation_prompt": False, **values}
         chat.check_options(options)
-        return asked, lambda: chat.prompts(conversations, options, model.templates)
+        return asked, lambda: chat.prompts(conversations, options, model.templates, model.media)
     special = values.get("add_special_tokens") is not False
     prompts = texts_or_ids("input", body.get("input"), model.token_id_max, PROMPTS_MAX, add_special_tokens=special)
     return asked, lambda: prompts

@@ -161,7 +161,9 @@ def read(body: Mapping[str, Any], model: Tools) -> Read:
         "tools": tools.functions if values.get("tools") else None,
     }
     found = asked(values, ("max_output_tokens",))
-    return found, lambda: chat.prompts([_messages(values.get("instructions"), items)], options, model.templates)
+    return found, lambda: chat.prompts(
+        [_messages(values.get("instructions"), items)], options, model.templates, model.media
+    )
 
 
 def _turns(tool_calls_max: int | None) -> int:
