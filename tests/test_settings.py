@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from extproc.core.media import MediaCharge, MediaKind
 from extproc.core.policy import OverContext
 from extproc.settings import PolicyError, load_policy
 from tests.policies import document, policy, replica
@@ -161,3 +162,41 @@ def test_missing_file(tmp_path: Path) -> None:
     """A missing file is a PolicyError too."""
     with pytest.raises(PolicyError, match="No such file"):
         load_policy(tmp_path / "none.yaml")
+
+
+def test_media(tmp_path: Path) -> None:
+    """A flat charge is also the largest; kinds that are left out have none."""
+    media = {
+        "image": {"tokens": 7, "tokens_max": 900, "patch_side_pixels": 28},
+        "video": {"tokens": 3000},
+        "audio": {"tokens": 1, "tokens_max": 1, "tokens_per_kib": 2},
+    }
+    path = tmp_path / "policy.yaml"
+    path.write_text(yaml.safe_dump(document(model={"media": media})))
+
+    assert {
+        MediaKind.IMAGE: MediaCharge(7, 900, patch_side_pixels=28),
+        MediaKind.VIDEO: MediaCharge(3000, 3000),
+        MediaKind.AUDIO: MediaCharge(1, 1, tokens_per_kib=2),
+    } == dict(load_policy(path).models["m"].media)
+
+
+BY_SIZE = "a charge by size needs tokens_max, and tokens_max needs a charge by size"
+
+
+@pytest.mark.parametrize(
+    ("media", "problem"),
+    [
+        ({"image": {}}, "image.tokens: missing"),
+        ({"image": {"tokens": 0}}, "image.tokens: Input should be greater than 0"),
+        ({"image": {"tokens": 1, "tokens_per_kib": 1}}, "image.tokens_per_kib: unknown key"),
+        ({"audio": {"tokens": 1, "patch_side_pixels": 1}}, "audio.patch_side_pixels: unknown key"),
+        ({"image": {"tokens": 1, "patch_side_pixels": 28}}, f"image: {BY_SIZE}"),
+        ({"image": {"tokens": 1, "tokens_max": 2}}, f"image: {BY_SIZE}"),
+        ({"file": {"tokens": 3, "tokens_max": 2, "tokens_per_kib": 1}}, "file: tokens_max is below tokens"),
+        ({"text": {"tokens": 1}}, "text: unknown key"),
+    ],
+)
+def test_media_that_cannot_be_charged(tmp_path: Path, media: dict[str, Any], problem: str) -> None:
+    """A charge is complete, positive, bounded and of its kind."""
+    assert [f"models.m.media.{problem}"] == _load(tmp_path, document(model={"media": media}))

@@ -9,11 +9,13 @@ import pytest
 
 from extproc.core import names
 from extproc.core.ceiling import Ceiling
+from extproc.core.media import MediaCharge, MediaKind
 from extproc.core.policy import BypassRule, EngineName, OverContext, Policy, Replica, TokenizerMode
 from tests.policies import policy
 
 POLICY = policy()
 MODEL = POLICY.models["m"]
+MEDIA = MappingProxyType({MediaKind.IMAGE: MediaCharge(5, 5)})
 
 
 def _with_replicas(*replicas: Replica) -> Policy:
@@ -50,6 +52,18 @@ def _with_replicas(*replicas: Replica) -> Policy:
             ),
             "model m: tokenizer_mode harmony follows vllm, so counts would not be those of sglang",
         ),
+        (
+            replace(POLICY, models=MappingProxyType({"m": replace(MODEL, engine=EngineName.TGI, media=MEDIA)})),
+            "model m: media of tgi are not counted, so they cannot have a charge",
+        ),
+        (
+            replace(
+                POLICY,
+                models=MappingProxyType({"m": replace(MODEL, tokenizer_mode=TokenizerMode.MISTRAL, media=MEDIA)}),
+            ),
+            "model m: media of tokenizer_mode mistral are not counted, so they cannot have a charge",
+        ),
+        (replace(POLICY, models=MappingProxyType({"m": replace(MODEL, media=MEDIA)})), None),
         (
             _with_replicas(FIRST, replace(FIRST, address="127.0.0.1:1")),
             "replica name chat-0 is used twice, so one engine would be given two budgets",

@@ -103,3 +103,12 @@ def test_no_rate_limit_words_outside_429(reason: Reason) -> None:
     found, _, _ = _answer(Reject(reason, "text"))
 
     assert b"rate" not in found.body
+
+
+@pytest.mark.parametrize(("inexact", "expected"), [(False, None), (True, "inexact")])
+def test_an_inexact_count_says_so(inexact: bool, expected: str | None) -> None:
+    """A refusal by a count that holds declared charges is marked; an exact one has no such header."""
+    demand = Demand("m", 11, 10, 40, 4, inexact=inexact)
+    _, headers, _ = _answer(Reject(Reason.TOKEN_BUDGET_EXHAUSTED, "text", demand=demand))
+
+    assert expected == headers.get("x-llm-count")

@@ -21,9 +21,9 @@ def _reject() -> Reject:
     return Reject(Reason.MALFORMED_REQUEST, "no")
 
 
-def _admit(desk: Desk) -> Admit:
+def _admit(desk: Desk, *, inexact: bool = False) -> Admit:
     desk.set_ready("chat-0", ready=True)
-    verdict = desk.decide(Demand("m", 10, 5, 5, 1), 0)
+    verdict = desk.decide(Demand("m", 10, 5, 5, 1, inexact=inexact), 0)
     assert isinstance(verdict, Admit)
     return verdict
 
@@ -67,6 +67,20 @@ def test_a_line_says_when_and_how_long() -> None:
     ]
     assert [datetime.fromtimestamp(at_s, UTC) for at_s in (1.5, 2.5)] == [line["timestamp"] for line in logs]
     assert (400, 15) == (logs[1]["status"], logs[0]["reserved_tokens"])
+
+
+def test_inexact_counts_are_counted() -> None:
+    """A count with declared charges is told by model, and its line says so."""
+    desk = Desk(policy(), "i")
+    metrics = Metrics(desk)
+    verdicts = Verdicts(metrics)
+    verdicts.note(_admit(desk), "r", 1)
+    verdicts.note(_admit(desk, inexact=True), "r", 1)
+    with capture_logs() as logs:
+        verdicts.tell()
+
+    assert [False, True] == [line["inexact"] for line in logs]
+    assert 1 == metrics.registry.get_sample_value("tokenlane_inexact_requests_total", {"model": "m"})
 
 
 async def test_verdicts_are_told_by_and_by() -> None:

@@ -6,6 +6,7 @@ envoy-data-plane is the independent codec: generated from the same API by anothe
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from envoy.config.core.v3 import base_pb2
@@ -249,6 +250,16 @@ def test_admitted() -> None:
             "retry_after": "7",
         }
     } == reply.dynamic_metadata.to_dict()
+
+
+def test_an_inexact_count_is_marked() -> None:
+    """What was charged as declared says so in the metadata; nothing else has that key."""
+    admit = _admit()
+    marked = replace(admit, demand=admit.demand._replace(inexact=True))
+    reply = api.ProcessingResponse.parse(wire.admitted(marked, None, attempts=1, policy_version="v1", busy_retry_s=7))
+    assert reply.dynamic_metadata is not None
+
+    assert "inexact" == reply.dynamic_metadata.to_dict()["llm.admission"]["count"]
 
 
 def test_unchanged_body_is_not_sent_back() -> None:
