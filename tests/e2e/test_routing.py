@@ -25,8 +25,8 @@ POOLS: dict[str, dict[str, dict[str, Any]]] = {
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def chain() -> AsyncIterator[Mesh]:
-    """Two pools of several replicas."""
-    async with mesh(pools=POOLS) as running:
+    """Two pools of several replicas, and a declared charge for images."""
+    async with mesh(pools=POOLS, model={"media": {"image": {"tokens": 300}}}) as running:
         yield running
 
 
@@ -114,6 +114,22 @@ async def test_an_admitted_answer_says_what_was_decided(chain: Mesh, stream: boo
         "x-llm-policy": ["test-1"],
     } == {name.lower(): answer.headers.getall(name) for name in answer.headers if name.lower().startswith("x-llm-")}
     assert ["mine"] == answer.headers.getall("x-request-id")
+
+
+async def test_an_inexact_count_says_so(chain: Mesh) -> None:
+    """What holds a declared charge is marked, admitted or refused."""
+    image = {"type": "image_url", "image_url": {"url": "https://images.example.invalid/quay.jpg"}}
+    body: dict[str, Any] = chat()
+    body["messages"][0]["content"] = [image]
+    admitted = await _answer(chain, body, CHAT)
+    body["messages"][0]["content"] = [image] * 128
+    body["max_tokens"] = 60_000
+    refused = await _answer(chain, body, CHAT)
+
+    assert [(200, ["inexact"]), (413, ["inexact"])] == [
+        (answer.status, answer.headers.getall("x-llm-count")) for answer in (admitted, refused)
+    ]
+    assert 300 < int(admitted.headers["x-llm-input-tokens"]) < 320
 
 
 @pytest.mark.parametrize(
