@@ -44,7 +44,7 @@ LOCK := uv pip compile pyproject.toml --no-config --quiet --universal --python-v
 
 lock: $(READY) ## Pin dependencies anew after a change of pyproject.toml
 	@$(BIN)/$(LOCK) $(ARGS) --output-file requirements/runtime.txt
-	@$(BIN)/$(LOCK) $(ARGS) --extra demo --extra fast --extra mistral --group dev --output-file requirements/dev.txt
+	@$(BIN)/$(LOCK) $(ARGS) --extra demo --extra encodings --extra fast --extra mistral --group dev --output-file requirements/dev.txt
 
 clean: ## Remove caches and build results; .venv stays
 	@rm -rf build dist .coverage .coverage.* .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

@@ -18,6 +18,7 @@ from extproc.core.lanes import classify, lane_reason
 from extproc.core.ledger import Account, Ledger
 from extproc.core.policy import Endpoint, LaneLimits, Model, Policy
 from extproc.core.values import (
+    BUILT_IN_ENCODINGS,
     Admit,
     Bypass,
     Demand,
@@ -42,15 +43,16 @@ LARGE_BODY_BYTES = 2**20
 """Most of what a body of this size or more costs is to receive it: it is in the intake from its head on, and leaves
 the last quarter of the intake to smaller ones."""
 
-_ENCODINGS = frozenset({"", "identity", *Encoding})
-
 OVERFLOW_ADVICE = "summarize or split the input, ask for less output, or use dedicated capacity"
 
 
 class Desk:
-    """Makes verdicts over one policy and one ledger. Not thread-safe: one event loop owns it."""
+    """Makes verdicts over one policy and one ledger. Not thread-safe: one event loop owns it.
 
-    def __init__(self, policy: Policy, instance: str) -> None:
+    `encodings` are the content encodings that can be decoded for counting.
+    """
+
+    def __init__(self, policy: Policy, instance: str, encodings: frozenset[Encoding] = BUILT_IN_ENCODINGS) -> None:
         self.policy = policy
         self.ledger = Ledger(policy.replicas())
         self.orphans: set[str] = set()
@@ -68,6 +70,7 @@ class Desk:
         self._largest = {name: max(a.budget_tokens for a in accounts) for name, accounts in self._pools.items()}
         """What the largest replica of a pool can ever hold, in tokens."""
         self._replica_at = {replica.address: replica.name for replica in policy.replicas()}
+        self._encodings = frozenset({"", "identity", *encodings})
         self._bypass = {(rule.method, rule.path): Bypass(rule.pool) for rule in policy.bypass}
 
     def screen(self, head: RequestHead) -> Endpoint | Bypass | Reject:
@@ -85,10 +88,11 @@ class Desk:
 
     def _screen_body(self, head: RequestHead) -> Reject | None:
         """What the headers already say against the body."""
-        if head.content_encoding not in _ENCODINGS:
+        if head.content_encoding not in self._encodings:
+            decoded = [encoding for encoding in Encoding if encoding in self._encodings]
             return Reject(
                 Reason.UNSUPPORTED_ENCODING,
-                f"content-encoding must be {' or '.join(Encoding)}, or left out",
+                f"content-encoding must be {' or '.join(decoded)}, or left out",
                 param="content-encoding",
             )
         if head.content_type.partition(";")[0].strip().lower() != "application/json":

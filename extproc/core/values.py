@@ -31,6 +31,12 @@ class Encoding(StrEnum):
 
     GZIP = "gzip"
     DEFLATE = "deflate"
+    BR = "br"
+    ZSTD = "zstd"
+
+
+BUILT_IN_ENCODINGS = frozenset({Encoding.GZIP, Encoding.DEFLATE})
+"""What Python itself decodes; the others need the extra `tokenlane[encodings]`."""
 
 
 @unique

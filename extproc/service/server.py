@@ -25,6 +25,7 @@ from extproc.core.admission import Desk
 from extproc.core.policy import Policy
 from extproc.core.values import Ending
 from extproc.counting import Counter
+from extproc.counting.encoding import available_encodings
 from extproc.service import access_log, wire
 from extproc.service.access_log import AccessLog
 from extproc.service.admin import Admin
@@ -68,7 +69,7 @@ class Server:
 
     def __init__(self, policy: Policy, options: Options) -> None:
         # Tickets of two processes never meet in a log or an access log.
-        self.desk = Desk(policy, instance=secrets.token_hex(4))
+        self.desk = Desk(policy, instance=secrets.token_hex(4), encodings=available_encodings())
         self.metrics = Metrics(self.desk)
         self.health = Health()
         self.ports: list[int] = []

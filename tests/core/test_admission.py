@@ -290,6 +290,7 @@ def test_reservations_expire_after_the_longest_response() -> None:
         ({"content_encoding": "gzip"}, CHAT),
         ({"content_encoding": "deflate"}, CHAT),
         ({"content_encoding": "br"}, Reason.UNSUPPORTED_ENCODING),
+        ({"content_encoding": "zstd"}, Reason.UNSUPPORTED_ENCODING),
         ({"content_encoding": "identity, gzip"}, Reason.UNSUPPORTED_ENCODING),
         ({"content_type": ""}, Reason.UNSUPPORTED_ENCODING),
         ({"content_type": "text/json"}, Reason.UNSUPPORTED_ENCODING),
