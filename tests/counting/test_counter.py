@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import json
 from pathlib import Path
 from typing import Any
@@ -513,6 +514,25 @@ async def test_ids_need_no_thread() -> None:
     with pytest.raises(Fault) as refused:
         await closed.count(text)
     assert Reason.TOKENIZER_UNAVAILABLE == refused.value.reason
+
+
+@pytest.mark.parametrize("ceiling", [{"max_tokens": 5}, {}])
+def test_a_byte_order_mark_changes_nothing(counter: Counter, ceiling: dict[str, int]) -> None:
+    """A body after a byte order mark is counted without it, and the engine's `json.loads` reads it with its ceiling."""
+    body = json.dumps(user("hi", model="refuse", **ceiling)).encode()
+    marked = codecs.BOM_UTF8 + body
+    plain, found = counted(counter, body), counted(counter, marked)
+
+    assert plain.demand == found.demand
+    assert json.loads(plain.body or body) == json.loads(found.body or marked)
+
+
+@pytest.mark.parametrize("name", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"])
+def test_other_unicode_encodings_are_refused(counter: Counter, name: str) -> None:
+    """The engine would read these; a gateway that another parser stands behind must not."""
+    result = outcome(counter, json.dumps(user()).encode(name))
+
+    assert Reason.MALFORMED_REQUEST == getattr(result, "reason", None)
 
 
 # --- loading

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import json
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -430,6 +431,7 @@ CASES = [
         param="content-encoding",
     ),
     Case("not what it says", Reason.MALFORMED_REQUEST, post(chat(), content_encoding="gzip"), param="content-encoding"),
+    Case("UTF-16", Reason.MALFORMED_REQUEST, post(json.dumps(chat()).encode("utf-16"))),
     Case(
         "bomb",
         Reason.BODY_TOO_LARGE,
