@@ -114,14 +114,17 @@ FIELD_NAMES = (
         "text", "prompt", "input", "tools", "tool_calls", "function", "arguments", "name", "stream", "stream_options",
         "priority", "input_ids", "chat_template", "kv_transfer_params", "prompt_token_ids", "truncate_prompt_tokens",
         "continue_final_message", "add_generation_prompt", "add_special_tokens", "reasoning_effort", "service_tier",
-        "documents", "sampling_params", "parameters", "image_url", "details", "echo", "logprobs",
+        "documents", "sampling_params", "parameters", "image_url", "url", "input_audio", "details", "echo", "logprobs",
         "previous_response_id",
     ]
 )  # fmt: skip
 NAMES = st.sampled_from(FIELD_NAMES)
+IMAGE_URL = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAEAAAABACAIAAAAlC+aJ"
+IMAGE: dict[str, Any] = {"type": "image_url", "image_url": {"url": IMAGE_URL}}
 POOL: list[Any] = [
     None, True, False, 0, 1, 3, -1, 0.5, 5.0, 1e300, 2**31, 2**64, float("nan"), "", "5", "x", "\ud800", "<|im_end|>",
     [], {}, [[]], [""], [1, 2], [None], {"role": "user", "content": "x"}, {"type": "text", "text": "x"}, MESSAGES,
+    IMAGE, [IMAGE], {"role": "user", "content": [IMAGE, {"type": "text", "text": "x"}]}, IMAGE_URL, "image_url",
 ]  # fmt: skip
 FRAGMENTS = [b"", b"{", b"]", b'"', b",", b"1", b"null", b"\\", b"\xff", b"1e999", b"[" * 300, b"9" * 5000]
 KINDS = ["set", "drop", "repeat", "add"]
@@ -254,7 +257,11 @@ class Chain:
         }
         model = {"tokenizer_dir": str(QWEN3_DIR), "context_tokens_max": 16_000, "lanes": lanes}
         content = document(chat={"chat-0": replica(9101, gross_tokens=20_000)}, endpoints=sorted(Endpoint))
-        content["models"] = {engine.value: {**model, "engine": engine.value} for engine in EngineName}
+        charges = {"image": {"tokens": 5, "tokens_max": 900, "patch_side_pixels": 28}, "audio": {"tokens": 300}}
+        content["models"] = {
+            engine.value: {**model, "engine": engine.value, "media": {} if engine is EngineName.TGI else charges}
+            for engine in EngineName
+        }
         self.desk = Desk(freeze(PolicySection.model_validate(content), Path()), "i")
         for name in self.desk.ledger.accounts:
             self.desk.set_ready(name, ready=True)
