@@ -37,7 +37,7 @@ class _Decoder(Protocol):
     @property
     def unused_data(self) -> bytes: ...
 
-    def decompress(self, data: bytes, max_length: int, /) -> bytes: ...
+    def decompress(self, data: bytes | memoryview, max_length: int, /) -> bytes: ...
 
 
 class _BrotliDecoder:
@@ -52,7 +52,7 @@ class _BrotliDecoder:
     def eof(self) -> bool:
         return bool(self._decoder.is_finished())
 
-    def decompress(self, data: bytes, max_length: int, /) -> bytes:
+    def decompress(self, data: bytes | memoryview, max_length: int, /) -> bytes:
         parts = list[bytes]()
         while max_length > 0:
             part = self._decoder.process(data, output_buffer_limit=min(max_length, BROTLI_STEP_BYTES))
