@@ -43,7 +43,7 @@ LOCK := uv pip compile pyproject.toml --no-config --quiet --universal --python-v
 	--no-annotate --no-emit-index-url --no-emit-find-links --custom-compile-command 'make lock'
 
 lock: $(READY) ## Pin dependencies anew after a change of pyproject.toml
-	@$(BIN)/$(LOCK) $(ARGS) --output-file requirements/runtime.txt
+	@$(BIN)/$(LOCK) $(ARGS) --extra fast --extra encodings --output-file requirements/runtime.txt
 	@$(BIN)/$(LOCK) $(ARGS) --extra demo --extra encodings --extra fast --extra mistral --group dev --output-file requirements/dev.txt
 
 clean: ## Remove caches and build results; .venv stays
