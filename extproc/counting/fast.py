@@ -71,11 +71,19 @@ class FastBackend:
             return count_by_reference(self._reference, texts, add_special_tokens=add_special_tokens)
         self._calls += 1
         if self._calls % SHADOW_EVERY == 0 and sum(map(len, texts)) <= SHADOW_CHARS_MAX:
-            expected = count_by_reference(self._reference, texts, add_special_tokens=add_special_tokens)
-            if counts != expected:
-                self.doubt = f"{sum(counts)} tokens where the reference counts {sum(expected)}"
-            return expected
+            return self._compared(counts, texts, add_special_tokens=add_special_tokens)
         return counts
+
+    def check(self, text: str) -> int:
+        """Tokens of `text` by the reference; another count becomes the doubt."""
+        counts = self.count_batch([text], add_special_tokens=False)
+        return self._compared(counts, [text], add_special_tokens=False)[0]
+
+    def _compared(self, counts: list[int], texts: Sequence[str], *, add_special_tokens: bool) -> list[int]:
+        expected = count_by_reference(self._reference, texts, add_special_tokens=add_special_tokens)
+        if counts != expected:
+            self.doubt = f"{sum(counts)} tokens where the reference counts {sum(expected)}"
+        return expected
 
     def _count(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[int]:
         _, offsets = self._tokenizer.encode_batch_flat(list(texts), add_special_tokens=add_special_tokens)

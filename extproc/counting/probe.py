@@ -58,6 +58,7 @@ def divided_texts(cuts: Iterable[str], added_tokens: Iterable[str]) -> Iterator[
             for other in cuts
             for at in (0, 1, len(cut) // 2, len(cut) - 1)
         )
+        yield "".join(f"{cut}{space}{other}{space * 2}" for other in cuts for space in _SPACES)
 
 
 def _spaced() -> Iterator[str]:

@@ -9,8 +9,8 @@ Such added tokens are *cuts*: those of the model's own chat template, as far as
 - it is found in the raw text: not `normalized`, or there is no normalizer;
 - normalizer, pre-tokenizer, model and post-processor are of kinds that keep to their piece.
 
-What holds by these rules is proven at load on texts around cuts, and in service one call in `SHADOW_EVERY` counts a run
-of its segments in one piece. Any doubt, once, ends the cache for good.
+What holds by these rules is proven at load on texts around cuts, and in service the reference counts a run of segments
+in one piece at one call in `SHADOW_EVERY`. Any doubt, once, ends the cache for good.
 
 Counts are kept under a keyed digest of their segment, never under its text. They are kept in memory alone, a bounded
 number of them, with those used least recently the first to go.
@@ -23,20 +23,23 @@ import re
 import secrets
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import chain
 from typing import Protocol
 
 import tokenizers
 
 from extproc.counting import probe
 from extproc.counting.components import parts
-from extproc.counting.fast import SHADOW_CHARS_MAX, SHADOW_EVERY, count_by_reference
+from extproc.counting.fast import SHADOW_EVERY
 
 SEGMENTS_MAX = 32_768
 """Counts kept for one tokenizer: some 6 MB in each process, and the turns of a thousand long chats."""
 
 SEGMENT_CHARS_MIN = 256
 """Cuts nearer than this to the last one are passed over: a digest and a look-up pay for a few hundred characters."""
+
+CHECKED_CHARS_MAX = 8192
+"""A check counts no more than this, on the event loop too: the reference needs about a millisecond for 2 KB."""
 
 _DIGEST_BLOCK_BYTES = 64
 """SHA-256 reads blocks of this size: a key of one block is hashed once, for all segments."""
@@ -78,6 +81,10 @@ class Library(Protocol):
 
     def count_batch(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[int]:
         """Tokens of each text."""
+        ...
+
+    def check(self, text: str) -> int:
+        """Tokens of `text` by the reference; the library is in doubt from then on if it counts otherwise."""
         ...
 
 
@@ -136,18 +143,22 @@ class SegmentCache:
             return self.library.count_batch(texts, add_special_tokens=add_special_tokens)
         if not any(self._cut.search(text, SEGMENT_CHARS_MIN) for text in texts):
             return self.library.count_batch(texts, add_special_tokens=add_special_tokens)
-        if self._counted_by != self.library.name:  # it has found a fault in what it counted before
-            self._counted_by, self._kept = self.library.name, _Kept(self._segments_max)
-        counts = self._sums(segments(text, self._cut, SEGMENT_CHARS_MIN) for text in texts)
+        divided = [list(segments(text, self._cut, SEGMENT_CHARS_MIN)) for text in texts]
+        counts = self._sums(divided)
         self._calls += 1
         if self._calls % SHADOW_EVERY == 0:
-            self._check(list(segments(max(texts, key=len), self._cut, SEGMENT_CHARS_MIN)))
+            self._check(max(divided, key=len))
             if self.segments_doubt is not None:
                 return self.library.count_batch(texts, add_special_tokens=add_special_tokens)
+            counts = self._sums(divided)  # the library may have failed the check, and its counts with it
         added = self._special_tokens if add_special_tokens else 0
         return [count + added for count in counts]
 
-    def _sums(self, divided: Iterable[Iterable[str]]) -> list[int]:
+    def _sums(self, divided: Sequence[Sequence[str]]) -> list[int]:
+        if self._counted_by != self.library.name:  # it has found a fault in what it counted before
+            # In this order: who sees the new name must not find the old counts.
+            self._kept = _Kept(self._segments_max)
+            self._counted_by = self.library.name
         # Taken once: what a call counts while others are dropped is dropped with them.
         kept = self._kept
         counts: list[int] = []
@@ -178,20 +189,23 @@ class SegmentCache:
         return keyed.digest()
 
     def _check(self, parted: Sequence[str]) -> None:
-        """Compare a run of `parted` with its count in one piece. Every check begins at another segment."""
+        """Compare a run of `parted` with the reference's count of it in one piece.
+
+        Every check begins at another segment.
+        """
         first = self._calls // SHADOW_EVERY % len(parted)
         run, size = [parted[first]], len(parted[first])
         for segment in parted[first + 1 :]:
             size += len(segment)
-            if size > SHADOW_CHARS_MAX:
+            if size > CHECKED_CHARS_MAX:
                 break
             run.append(segment)
         if len(run) == 1:
             return
-        whole = self.library.count_batch(["".join(run)], add_special_tokens=False)
-        summed = self._sums([run])
+        whole = self.library.check("".join(run))
+        summed = self._sums([run])[0]  # by the reference too, where the library has failed the check
         if whole != summed:
-            self.segments_doubt = f"{summed[0]} tokens in segments where the whole has {whole[0]}"
+            self.segments_doubt = f"{summed} tokens in segments where the whole has {whole}"
 
 
 class _Kept:
@@ -296,15 +310,16 @@ def _stands_alone(cut: str, added: Iterable[str]) -> bool:
 
 
 def prove(tokenizer: tokenizers.Tokenizer, cuts: Sequence[str], special_tokens: int) -> None:
-    """Compare whole texts with the sums of their segments, cut wherever they can be; CutError where one differs."""
+    """Compare the ids of whole texts with those of their segments, cut wherever possible; CutError if any differs.
+
+    Ids and no counts: two errors in one text could cancel out.
+    """
     pattern = _pattern(cuts)
-    texts = list(probe.divided_texts(cuts, (token.content for token in tokenizer.get_added_tokens_decoder().values())))
-    pieces = [list(segments(text, pattern, 1)) for text in texts]
-    ends = [0, *accumulate(map(len, pieces))]
-    counts = count_by_reference(tokenizer, [piece for each in pieces for piece in each], add_special_tokens=False)
-    sums = [sum(counts[first:last]) + special_tokens for first, last in pairwise(ends)]
-    for text, whole, summed in zip(
-        texts, count_by_reference(tokenizer, texts, add_special_tokens=True), sums, strict=True
-    ):
-        if whole != summed:
-            raise CutError(f"{summed} tokens in segments where a probe text of {len(text)} characters has {whole}")
+    for text in probe.divided_texts(cuts, (token.content for token in tokenizer.get_added_tokens_decoder().values())):
+        pieces = list(segments(text, pattern, 1))
+        whole, *parted = tokenizer.encode_batch_fast([text, *pieces], add_special_tokens=False)
+        if whole.ids != list(chain.from_iterable(piece.ids for piece in parted)):
+            raise CutError(f"other tokens in segments than in the whole of a probe text of {len(text)} characters")
+        completed = tokenizer.encode_batch_fast([text], add_special_tokens=True)[0]
+        if len(completed) != len(whole) + special_tokens:
+            raise CutError(f"a probe text of {len(text)} characters gets other special tokens than an empty one")

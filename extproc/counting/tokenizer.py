@@ -89,6 +89,10 @@ class HfBackend:
         """Tokens of each text."""
         return count_by_reference(self._tokenizer, texts, add_special_tokens=add_special_tokens)
 
+    def check(self, text: str) -> int:
+        """Tokens of `text`: this is the reference."""
+        return self.count_batch([text], add_special_tokens=False)[0]
+
 
 @dataclass(frozen=True, slots=True)
 class Bounds:

@@ -68,6 +68,10 @@ class Recorded:
         self.asked.append(list(texts))
         return count_by_reference(self._tokenizer, texts, add_special_tokens=add_special_tokens)
 
+    def check(self, text: str) -> int:
+        """Tokens of `text`."""
+        return self.count_batch([text], add_special_tokens=False)[0]
+
 
 @pytest.fixture
 def backend() -> Recorded:
@@ -169,10 +173,52 @@ def test_a_shadow_check_ends_the_cache(backend: Recorded) -> None:
     assert "tokens in segments where the whole has" in cache.segments_doubt
 
 
+class Wrong(Recorded):
+    """Counts one token too many until it is checked, as a library that differs from the reference does."""
+
+    name = "fastokens"
+
+    def count_batch(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[int]:
+        """Tokens of each text."""
+        counts = super().count_batch(texts, add_special_tokens=add_special_tokens)
+        return [count + (self.name == "fastokens") for count in counts]
+
+    def check(self, text: str) -> int:
+        """Tokens of `text` by the reference."""
+        self.name = "huggingface"
+        return super().check(text)
+
+
+def test_a_library_that_fails_the_shadow_check_is_what_is_doubted() -> None:
+    """Where whole texts are counted wrong too, the sums are right to say so: their counts go, the cache stays."""
+    cache = SegmentCache(Wrong(small()), MARKS, 0)
+    text = chat(LONG, LONG + "1", LONG + "2")
+    with patch.object(segments, "SHADOW_EVERY", 2):
+        counts = [cache.count_batch([text], add_special_tokens=False)[0] for _ in range(3)]
+    whole = count_by_reference(small(), [text], add_special_tokens=False)[0]
+
+    assert [whole + 4, whole, whole] == counts
+    assert cache.segments_doubt is None
+
+
+@pytest.mark.skipif(not installed(), reason="the extra `fast` is not installed")
+def test_fastokens_is_checked_by_the_reference() -> None:
+    """A count of fastokens that differs from the reference's is fastokens' own doubt."""
+    data = read_tokenizer(QWEN3)
+    reference = tokenizers.Tokenizer.from_buffer(data)
+    backend = FastBackend(data.decode(), reference)
+
+    assert [2] == [backend.check("hello there")]
+    assert backend.doubt is None
+    with patch.object(backend, "_count", return_value=[3]):
+        assert [2] == [backend.check("hello there")]
+    assert "3 tokens where the reference counts 2" == backend.doubt
+
+
 def test_a_shadow_check_is_bounded(backend: Recorded) -> None:
     """A check counts no more than a bounded part of a text, and not a segment alone."""
     cache = SegmentCache(backend, MARKS, 0)
-    with patch.object(segments, "SHADOW_EVERY", 1), patch.object(segments, "SHADOW_CHARS_MAX", 1000):
+    with patch.object(segments, "SHADOW_EVERY", 1), patch.object(segments, "CHECKED_CHARS_MAX", 1000):
         for text in (chat(*[LONG] * 9), chat("ab" * 600, "ab" * 600, "ab" * 600)):
             cache.count_batch([text], add_special_tokens=False)
 
@@ -244,9 +290,10 @@ def test_the_proof_finds_a_tokenizer_that_breaks_the_rule() -> None:
     merging = small(added=[AddedToken("b<|user|>", normalized=False)])
     adding = small()
     adding.post_processor = processors.TemplateProcessing(single="<|user|> $A", special_tokens=[("<|user|>", 257)])
-    for made, special_tokens in ((merging, 0), (adding, 0)):
-        with pytest.raises(CutError, match="in segments where a probe text"):
-            prove(made, MARKS, special_tokens)
+    with pytest.raises(CutError, match="other tokens in segments than in the whole"):
+        prove(merging, MARKS, 0)
+    with pytest.raises(CutError, match="other special tokens"):
+        prove(adding, MARKS, 0)
     prove(adding, MARKS, 1)
 
 
