@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -283,6 +284,31 @@ def test_normalized_cuts_need_a_tokenizer_without_normalizer() -> None:
     """Tokens that are found after normalization are cuts where nothing is normalized."""
     assert MARKS == find_cuts(small(special=False), [TEMPLATE])
     assert MARKS == find_cuts(small(special=False, normalizer=normalizers.Sequence([])), [TEMPLATE])
+
+
+OVERLAPPING = "ab\u0301"
+"""Of so few characters, tokens overlap one another and themselves, and a composed text hides them."""
+
+
+@settings(deadline=None, max_examples=400)
+@given(
+    added=st.dictionaries(
+        st.text(OVERLAPPING, min_size=1, max_size=4), st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=3
+    ),
+    normalizer=st.sampled_from([None, normalizers.NFC(), normalizers.Replace("a", "bb")]),
+    texts=st.lists(st.text(OVERLAPPING, max_size=24), min_size=8, max_size=8),
+)
+def test_whatever_is_a_cut_is_exact(added: dict[str, tuple[bool, bool]], normalizer: Any, texts: list[str]) -> None:
+    """Of any added tokens, however they overlap, those that the conditions let pass divide every text exactly."""
+    tokens = [AddedToken(text, special=special, normalized=normalized) for text, (special, normalized) in added.items()]
+    made = small(added=tokens, normalizer=normalizer)
+    cuts = find_cuts(made, [TEMPLATE, *added])
+    texts = [f"{text}<|user|>{text}{token}{text}" for text, token in zip(texts, cycle(added), strict=False)]
+    pieces = [list(segments.segments(text, segments._pattern(cuts), 1)) for text in texts]
+
+    assert count_by_reference(made, texts, add_special_tokens=False) == [
+        sum(count_by_reference(made, each, add_special_tokens=False)) for each in pieces
+    ]
 
 
 def test_the_proof_finds_a_tokenizer_that_breaks_the_rule() -> None:
