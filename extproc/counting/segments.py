@@ -30,16 +30,13 @@ import tokenizers
 
 from extproc.counting import probe
 from extproc.counting.components import parts
-from extproc.counting.fast import SHADOW_EVERY
+from extproc.counting.fast import SHADOW_CHARS_MAX, SHADOW_EVERY
 
 SEGMENTS_MAX = 32_768
 """Counts kept for one tokenizer: some 6 MB in each process, and the turns of a thousand long chats."""
 
 SEGMENT_CHARS_MIN = 256
 """Cuts nearer than this to the last one are passed over: a digest and a look-up pay for a few hundred characters."""
-
-CHECKED_CHARS_MAX = 8192
-"""A check counts no more than this, on the event loop too: the reference needs about a millisecond for 2 KB."""
 
 _DIGEST_BLOCK_BYTES = 64
 """SHA-256 reads blocks of this size: a key of one block is hashed once, for all segments."""
@@ -197,7 +194,7 @@ class SegmentCache:
         run, size = [parted[first]], len(parted[first])
         for segment in parted[first + 1 :]:
             size += len(segment)
-            if size > CHECKED_CHARS_MAX:
+            if size > SHADOW_CHARS_MAX:
                 break
             run.append(segment)
         if len(run) == 1:

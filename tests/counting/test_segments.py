@@ -219,7 +219,7 @@ def test_fastokens_is_checked_by_the_reference() -> None:
 def test_a_shadow_check_is_bounded(backend: Recorded) -> None:
     """A check counts no more than a bounded part of a text, and not a segment alone."""
     cache = SegmentCache(backend, MARKS, 0)
-    with patch.object(segments, "SHADOW_EVERY", 1), patch.object(segments, "CHECKED_CHARS_MAX", 1000):
+    with patch.object(segments, "SHADOW_EVERY", 1), patch.object(segments, "SHADOW_CHARS_MAX", 1000):
         for text in (chat(*[LONG] * 9), chat("ab" * 600, "ab" * 600, "ab" * 600)):
             cache.count_batch([text], add_special_tokens=False)
 
@@ -354,6 +354,30 @@ def test_threads_get_exact_counts(backend: Recorded) -> None:
 
     assert [] == wrong
     assert cache.segments_kept <= 16
+
+
+def test_threads_keep_no_count_of_a_doubted_library() -> None:
+    """When the library falls back while many threads count, every later count is the reference's."""
+    library = Wrong(small())
+    cache = SegmentCache(library, MARKS, 0)
+    texts = [chat(f"{LONG}{number}", f"{LONG}{number + 1}") for number in range(40)]
+    expected = count_by_reference(small(), texts, add_special_tokens=False)
+    begin = threading.Barrier(4)
+
+    def count(first: int) -> None:
+        begin.wait()
+        for text in texts[first:] + texts[:first]:
+            cache.count_batch([text], add_special_tokens=False)
+            if first == 0 and text is texts[20]:
+                library.check("a")
+
+    threads = [threading.Thread(target=count, args=(10 * number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert expected == [cache.count_batch([text], add_special_tokens=False)[0] for text in texts]
 
 
 def test_what_cannot_be_divided_is_counted_whole(tmp_path: Path) -> None:
