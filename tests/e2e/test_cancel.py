@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -19,6 +20,7 @@ FREE_WITHIN_S = 0.1
 
 # Fits the bulk lane, and takes long enough that counting is still under way when the client leaves.
 LONG_TEXT = "The harbour master counts every ship that leaves before dawn. " * 4_400
+NUMBERS = itertools.count()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -71,7 +73,8 @@ async def _before_body(chain: Mesh, client: _Client) -> None:
 async def _tokenize(chain: Mesh, client: _Client) -> None:
     # What the last client left in the only thread is done first, so that it does not take the processor from Envoy.
     await asyncio.get_running_loop().run_in_executor(chain.server._counter._pool, int)
-    await client.send(chat(LONG_TEXT))
+    # No two are alike, so that none is counted from memory.
+    await client.send(chat(f"{next(NUMBERS)} {LONG_TEXT}"))
     await until(lambda: chain.desk.intake_bytes > 0)
 
 
