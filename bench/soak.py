@@ -27,7 +27,7 @@ from bench.chaos.client import fire
 from bench.chaos.fleet import RESPONSE_S_MAX, Fleet
 from bench.chaos.requests import request_id
 from bench.chaos.schedule import MS_PER_S, SERVICE, Fault, Schedule, Shot, schedule
-from bench.chaos.verdict import BY_SERVICE, Outcome, faults_of, unadmitted
+from bench.chaos.verdict import BY_SERVICE, Outcome, faults_of, unadmitted, unlogged
 from bench.chaos.watch import Watch, watch
 from extproc.core.admission import EXPIRY_SLACK_NS
 from extproc.core.drain import NS_PER_S
@@ -142,7 +142,8 @@ def _report(fleet: Fleet, shots: Shots, sampled: Watch, rest_s: float, left_over
         violations += [f"{what}: {text}" for text in faults_of(shot, outcome, fleet.episodes, fleet.rules)]
     refused = [request_id(shot) for shot, outcome in shots if outcome.reason in BY_SERVICE]
     seen = fleet.seen()
-    violations += unadmitted(seen, fleet.admitted(), refused)
+    unknown = unlogged(((request_id(shot), outcome) for shot, outcome in shots), fleet.episodes)
+    violations += unadmitted(seen, fleet.admitted(), refused, unknown)
     violations += [f"the service logged a fault: {line}" for line in fleet.decisions() if line.get("event") == "fault"]
     return {
         "requests": len(shots),

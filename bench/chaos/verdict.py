@@ -6,7 +6,7 @@ own engine or its own Envoy, a refusal for want of something only by a fault of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -19,6 +19,9 @@ from extproc.core.values import Reason
 
 DONE = b"data: [DONE]\n\n"
 WORD = b'" word"'
+
+LOGGED_WITHIN_S = 0.5
+"""A decision is in the service's log this long after it; a kill takes along what is not."""
 
 NOTICE_S = 2.0
 """How long after its end a fault still excuses: probes, reconnects, and a busy machine."""
@@ -187,17 +190,34 @@ def _code(body: bytes) -> str:
         return ""
 
 
-def unadmitted(seen: Mapping[str, Sequence[str]], admitted: Mapping[str, str], refused: Iterable[str]) -> Iterator[str]:
+def unlogged(shots: Iterable[tuple[str, Outcome]], episodes: Iterable[Episode]) -> set[str]:
+    """Request ids of `shots` whose admission a killed service may have taken along: those under way shortly before."""
+    kills = [episode.began_s for episode in episodes if episode.kind is FaultKind.SERVICE_KILL]
+    return {
+        name
+        for name, outcome in shots
+        if any(outcome.began_s <= at_s + EARLY_S and at_s - LOGGED_WITHIN_S <= outcome.ended_s for at_s in kills)
+    }
+
+
+def unadmitted(
+    seen: Mapping[str, Sequence[str]],
+    admitted: Mapping[str, str],
+    refused: Iterable[str],
+    unknown: Collection[str] = (),
+) -> Iterator[str]:
     """Requests that engines saw without an admission, or twice, and admissions that the client was refused.
 
     `seen` holds request ids by engine, `admitted` the reserved replica by request id, `refused` the ids of requests
-    that the service answered itself.
+    that the service answered itself, `unknown` those whose admission could be lost from its log.
     """
     times: dict[str, int] = {}
     for engine, ids in seen.items():
         for name in ids:
             times[name] = times.get(name, 0) + 1
             if name not in admitted:
+                if name in unknown:
+                    continue
                 yield f"{engine} saw {name}, which was never admitted"
             elif admitted[name] != engine:
                 yield f"{engine} saw {name}, which was admitted to {admitted[name]}"

@@ -29,7 +29,7 @@ from bench.chaos.schedule import (
     Shot,
     schedule,
 )
-from bench.chaos.verdict import DONE, NOTICE_S, Episode, Outcome, Rules, faults_of, unadmitted
+from bench.chaos.verdict import DONE, NOTICE_S, Episode, Outcome, Rules, faults_of, unadmitted, unlogged
 from bench.chaos.watch import Watch
 from extproc.core import rejection
 from extproc.core.values import Reason, Reject
@@ -215,6 +215,17 @@ def test_unadmitted() -> None:
     assert ["chat-0 saw b, which was admitted to chat-1"] == list(unadmitted({"chat-0": ["b"]}, admitted, []))
     assert ["a reached engines 2 times"] == list(unadmitted({"chat-0": ["a", "a"]}, admitted, []))
     assert ["a was refused by the service and admitted"] == list(unadmitted({}, admitted, ["a"]))
+    assert [] == list(unadmitted({"chat-0": ["c"]}, admitted, [], {"c"}))
+
+
+def test_a_killed_service_takes_its_last_lines_along() -> None:
+    """Only what was under way in the moment before a kill can have been admitted without a line in the log."""
+    kill = Episode(FaultKind.SERVICE_KILL, "tokenlane", 10.0)
+    spans = {"before": (8.0, 9.4), "lost": (8.0, 9.6), "running": (9.9, 12.0), "after": (10.1, 11.0)}
+    shots = [(name, Outcome("envoy-1", *span)) for name, span in spans.items()]
+
+    assert {"lost", "running"} == unlogged(shots, [kill])
+    assert set() == unlogged(shots, [replace(kill, kind=FaultKind.SERVICE_TERM)])
 
 
 def test_watch() -> None:
