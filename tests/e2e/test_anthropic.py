@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -66,7 +67,8 @@ class Chain:
         (limits,) = (limits for limits in desk.policy.models["qwen3"].lanes if limits.pool == pool)
         input_tokens = min(tokens - 1, limits.input_tokens_max)
         output_tokens = tokens - input_tokens
-        verdict = desk.decide(Demand("qwen3", input_tokens, output_tokens, output_tokens, 1), 0)
+        demand = Demand("qwen3", input_tokens, output_tokens, output_tokens, 1)
+        verdict = desk.decide(demand, time.monotonic_ns())
         assert isinstance(verdict, Admit)
         assert verdict.pool == pool
         return verdict.reservation.ticket
